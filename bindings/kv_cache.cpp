@@ -1,0 +1,181 @@
+#include "kvpool/kv_cache.h"
+
+#include <nanobind/operators.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings.h"
+#include "kvpool/kivi_kv_cache.h"
+#include "kvpool/kv_cache_builder.h"
+#include "kvpool/pooled_kv_cache.h"
+
+namespace kvpool::bindings {
+
+using namespace nb::literals;
+namespace mx = mlx::core;
+
+namespace {
+
+/// A Python object with the methods of a KVCache.
+class PythonKVCache final : public KVCache {
+ public:
+  explicit PythonKVCache(nb::object object) : object_(std::move(object)) {
+    for (const char* method : {"append_key", "append_value", "attend", "memory_bytes", "reset"}) {
+      if (!nb::hasattr(object_, method)) {
+        throw std::invalid_argument(std::string("PooledKVCache: inner must have append_key, "
+                                                "append_value, attend, memory_bytes and reset; it "
+                                                "has no ") +
+                                    method);
+      }
+    }
+  }
+
+  nb::object object() const { return object_; }
+
+  void append_key(const mx::array& k) override {
+    object_.attr("append_key")(k);
+    ++n_keys_;
+  }
+  void append_value(const mx::array& v) override {
+    object_.attr("append_value")(v);
+    ++n_values_;
+  }
+  mx::array attend(const mx::array& q) override {
+    return nb::cast<mx::array>(object_.attr("attend")(q));
+  }
+  std::int64_t memory_bytes() const override {
+    return nb::cast<std::int64_t>(object_.attr("memory_bytes")());
+  }
+  void reset() override {
+    object_.attr("reset")();
+    n_keys_ = n_values_ = 0;
+  }
+  std::int64_t size() const override { return n_values_; }
+  bool drop_last_key() override {
+    if (n_keys_ == n_values_ || !nb::hasattr(object_, "drop_last_key")) return false;
+    if (!nb::cast<bool>(object_.attr("drop_last_key")())) return false;
+    --n_keys_;
+    return true;
+  }
+
+ private:
+  nb::object object_;
+  std::int64_t n_keys_ = 0;
+  std::int64_t n_values_ = 0;
+};
+
+std::shared_ptr<KVCache> to_cache(nb::object inner) {
+  std::shared_ptr<KVCache> cache;
+  if (nb::try_cast(inner, cache) && cache != nullptr) return cache;
+  return std::make_shared<PythonKVCache>(std::move(inner));
+}
+
+void bind_interface(nb::module_& m) {
+  nb::class_<KVCache>(m, "KVCache",
+                      "The keys and values of one head of one request, one vector at a time.")
+      .def("append_key", &KVCache::append_key, "k"_a, "k: (d,)",
+           nb::sig("def append_key(self, k: mlx.core.array) -> None"))
+      .def("append_value", &KVCache::append_value, "v"_a, "v: (d,)",
+           nb::sig("def append_value(self, v: mlx.core.array) -> None"))
+      .def("append", &KVCache::append, "k"_a, "v"_a,
+           nb::sig("def append(self, k: mlx.core.array, v: mlx.core.array) -> None"),
+           "append_key() and append_value(): both or, where the cache can take a key back, neither.")
+      .def("attend", &KVCache::attend, "q"_a,
+           nb::sig("def attend(self, q: mlx.core.array) -> mlx.core.array"),
+           "Attention of one query (d,) over all tokens, with scores divided by sqrt(d): (d,).")
+      .def("memory_bytes", &KVCache::memory_bytes, "Bytes that the stored tokens take.")
+      .def("drop_last_key", &KVCache::drop_last_key,
+           "Takes back the last key, which must have no value yet; False if this cache cannot.")
+      .def("reset", &KVCache::reset, "Forgets all tokens.")
+      .def("__len__", &KVCache::size);
+}
+
+void bind_pooled(nb::module_& m) {
+  nb::class_<PooledKVCache, KVCache>(
+      m, "PooledKVCache",
+      "A cache whose tokens are accounted for in a pool, whatever the cache inside stores and how.\n\n"
+      "`inner` is a KVCache of this package or any object with append_key, append_value, attend,\n"
+      "memory_bytes and reset (and drop_last_key() -> bool, if a failed append is to take its key\n"
+      "back). A call that fails leaves pool and cache as they were. Blocks go back with release(),\n"
+      "reset() or the cache. Not thread-safe; the pool may be shared.")
+      .def(
+          "__init__",
+          [](PooledKVCache* self, nb::object inner, std::shared_ptr<BlockPoolAllocator> pool,
+             Owner owner, std::string format) {
+            new (self) PooledKVCache(to_cache(std::move(inner)), std::move(pool), owner,
+                                     std::move(format));
+          },
+          "inner"_a, "pool"_a, "owner"_a = -1, "format"_a = "fp16")
+      .def("release", &PooledKVCache::release,
+           "Gives all blocks of this cache back. Tokens stay.")
+      .def("n_blocks_held", &PooledKVCache::n_blocks_held, "Blocks of keys and values together.")
+      .def_prop_ro("owner", &PooledKVCache::owner)
+      .def_prop_ro(
+          "inner",
+          [](const PooledKVCache& self) -> nb::object {
+            const auto* python = dynamic_cast<const PythonKVCache*>(self.inner().get());
+            return python != nullptr ? python->object() : nb::cast(self.inner());
+          })
+      .def("__repr__", [](const PooledKVCache& self) {
+        return "PooledKVCache(size=" + std::to_string(self.size()) +
+               ", owner=" + std::to_string(self.owner()) +
+               ", blocks=" + std::to_string(self.n_blocks_held()) + ")";
+      });
+}
+
+void bind_kivi(nb::module_& m) {
+  nb::class_<KiviKVCache, KVCache>(
+      m, "KiviKVCache",
+      "KIVI (Liu et al. 2024): keys quantised per channel over groups of tokens, values per token\n"
+      "over groups of channels, with fp16 scales and biases; the `residual` newest tokens stay fp16.\n"
+      "Really packed; lazy.\n\nRaises ValueError naming the argument and what is allowed.")
+      .def(nb::init<std::int64_t, int, int, std::int64_t>(), "head_dim"_a, "bits"_a = 2,
+           "group_size"_a = 32, "residual"_a = 128)
+      .def_prop_ro("head_dim", &KiviKVCache::head_dim)
+      .def("__repr__", [](const KiviKVCache& self) {
+        return "KiviKVCache(size=" + std::to_string(self.size()) +
+               ", bits_per_code=" + std::to_string(self.bits()) + ")";
+      });
+}
+
+void bind_builder(nb::module_& m) {
+  nb::class_<KVCacheConfig>(m, "KVCacheConfig", "What KVCacheFactory makes a cache from.")
+      .def(
+          "__init__",
+          [](KVCacheConfig* self, std::string method, std::int64_t head_dim, int bits,
+             int group_size, std::int64_t residual) {
+            new (self) KVCacheConfig{std::move(method), head_dim, bits, group_size, residual};
+          },
+          "method"_a = "kivi", "head_dim"_a = 128, "bits"_a = 2, "group_size"_a = 32,
+          "residual"_a = 128)
+      .def_rw("method", &KVCacheConfig::method, "'kivi'")
+      .def_rw("head_dim", &KVCacheConfig::head_dim)
+      .def_rw("bits", &KVCacheConfig::bits)
+      .def_rw("group_size", &KVCacheConfig::group_size)
+      .def_rw("residual", &KVCacheConfig::residual, "Newest tokens that stay in fp16.")
+      .def(nb::self == nb::self);
+  nb::class_<KVCacheFactory>(m, "KVCacheFactory")
+      .def_static("create", &KVCacheFactory::create, "config"_a,
+                  "Raises ValueError naming the field, its value and what is allowed.");
+  nb::class_<KVCacheBuilder>(m, "KVCacheBuilder",
+                             "Sets the fields of a KVCacheConfig by name, then makes the cache.")
+      .def(nb::init<>())
+      .def("with_method", &KVCacheBuilder::with_method, "method"_a, nb::rv_policy::none)
+      .def("with_head_dim", &KVCacheBuilder::with_head_dim, "head_dim"_a, nb::rv_policy::none)
+      .def("with_bits", &KVCacheBuilder::with_bits, "bits"_a, nb::rv_policy::none)
+      .def("with_group_size", &KVCacheBuilder::with_group_size, "group_size"_a, nb::rv_policy::none)
+      .def("with_residual", &KVCacheBuilder::with_residual, "residual"_a, nb::rv_policy::none)
+      .def_prop_ro("config", &KVCacheBuilder::config, nb::rv_policy::copy)
+      .def("build", &KVCacheBuilder::build, "As KVCacheFactory.create().");
+}
+
+}  // namespace
+
+void bind_kv_cache(nb::module_& m) {
+  bind_interface(m);
+  bind_pooled(m);
+  bind_kivi(m);
+  bind_builder(m);
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,3 @@
+from kvpool.cli.main import run
+
+run()

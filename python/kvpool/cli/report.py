@@ -1,0 +1,89 @@
+"""What a run of ``kvpool generate`` did, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from .memory import show_bytes
+
+STOCK_STEP = 256
+
+
+@dataclass(frozen=True)
+class Speed:
+    tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """A pool after a run. Blocks count K and V together; ``fragmentation`` is a fraction."""
+
+    block_size: int
+    n_blocks: int
+    blocks_held: int
+    blocks_peak: int
+    allocated: int
+    reused: int
+    grown: int
+    fragmentation: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All figures of one run. ``bytes_*`` are of the KV cache, over all layers."""
+
+    model: str
+    dtype: str
+    cache: str
+    finish_reason: str
+    prompt: Speed
+    answer: Speed
+    bytes_held: int
+    bytes_peak: int
+    bytes_stock: int
+    pool: Optional[PoolFigures]
+
+    def to_json(self, text: str) -> dict[str, Any]:
+        return {"text": text, **asdict(self)}
+
+    def print(self, console: Console) -> None:
+        """A table of two columns. The pool's rows are left out for the stock cache."""
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("prompt", f"{self.prompt.tokens} tokens, {self.prompt.tokens_per_second:.1f} tokens/s")
+        table.add_row(
+            "answer", f"{self.answer.tokens} tokens, {self.answer.tokens_per_second:.1f} tokens/s, {self.finish_reason}"
+        )
+        pool = self.pool
+        if pool:
+            table.add_row(
+                "blocks held, peak",
+                f"{pool.blocks_held}, {pool.blocks_peak} of {pool.n_blocks} ({pool.block_size} tokens each)",
+            )
+        table.add_row(
+            "cache held, peak",
+            f"{show_bytes(self.bytes_held)}, {show_bytes(self.bytes_peak)} ({self.cache}, {self.dtype})",
+        )
+        table.add_row("stock cache would hold", show_bytes(self.bytes_stock))
+        if pool:
+            table.add_row("blocks allocated, reused, grown", f"{pool.allocated}, {pool.reused}, {pool.grown}")
+            table.add_row("fragmentation", f"{pool.fragmentation:.1%}")
+        console.print(table)
+
+
+def stock_capacity(n_prompt: int, n_cached: int, chunk: int) -> int:
+    """Tokens for which mlx_lm's own cache has room after ``n_cached`` tokens, a prompt of ``n_prompt`` in chunks first."""
+    capacity = length = 0
+    prefill = max(n_prompt - 1, 0)
+    while length < n_cached:
+        added = min(chunk, prefill - length) if length < prefill else 1
+        if length + added > capacity:
+            capacity = length + -(-added // STOCK_STEP) * STOCK_STEP
+        length += added
+    return capacity

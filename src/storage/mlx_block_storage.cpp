@@ -1,0 +1,218 @@
+#include "kvpool/mlx_block_storage.h"
+
+#include <mlx/ops.h>
+#include <mlx/utils.h>
+
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "kvpool/block_format.h"
+#include "storage/segment_op.h"
+#include "storage/segments.h"
+#include "util/concat.h"
+#include "util/shape_text.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool {
+
+namespace {
+
+std::string message(const auto&... parts) {
+  return detail::concat("MLXBlockStorage: ", parts...);
+}
+
+mx::Stream cpu_stream() {
+  const mx::Stream current = mx::to_stream({});
+  return current.device == mx::Device::cpu ? current : mx::default_stream(mx::Device::cpu);
+}
+
+}  // namespace
+
+/// Which block has which place, and in which of its lives the block took it.
+class MLXBlockStorage::Segments {
+ public:
+  /// A block's segment and its place there.
+  struct Opened {
+    mx::array& segment;
+    detail::BlockPlace place;
+  };
+
+  explicit Segments(std::shared_ptr<MlxBufferPool> buffers) : places_(std::move(buffers)) {}
+
+  /// Takes a place if the block has none of this format; zeroes it when the block's life is new.
+  Opened open(const Block& block, detail::BlockPlace place, const BlockPoolAllocator& pool,
+              mx::Stream stream) {
+    Home& home = home_of(block, place, pool);
+    place.offset = home.place.offset();
+    mx::array& segment = home.place.segment->version;
+    if (!std::exchange(home.cleared, true)) detail::clear_block(segment, place, stream);
+    return {segment, place};
+  }
+
+  void release(const Block& block, const BlockPoolAllocator& pool) noexcept {
+    const auto found = homes_.find(block.block_id());
+    if (found != homes_.end() && found->second.block.life() <= block.life() &&
+        !pool.is_held(found->second.block)) {
+      drop(found);
+    }
+  }
+
+  std::size_t resident_bytes() const noexcept { return places_.resident_bytes(); }
+
+  mutable std::mutex mutex;
+
+ private:
+  struct Home {
+    detail::Place place;
+    BlockFormat format;
+    Block block;  ///< A handle of the life that took the place.
+    bool cleared = false;
+  };
+  using Homes = std::unordered_map<BlockId, Home>;
+
+  Home& home_of(const Block& block, const detail::BlockPlace& place,
+                const BlockPoolAllocator& pool) {
+    const auto found = homes_.find(block.block_id());
+    if (found != homes_.end()) {
+      Home& home = found->second;
+      if (home.block.life() == block.life()) return home;
+      if (home.format == place.format) {
+        home.block = block;
+        home.cleared = false;
+        return home;
+      }
+      drop(found);
+    }
+    const std::size_t bytes = place.block_bytes();
+    if (!places_.has_free(bytes)) drop_unheld(pool);
+    const detail::Place taken = places_.take(bytes);
+    try {
+      return homes_.emplace(block.block_id(), Home{taken, place.format, block}).first->second;
+    } catch (...) {
+      places_.give_back(taken);
+      throw;
+    }
+  }
+
+  Homes::iterator drop(Homes::iterator home) noexcept {
+    places_.give_back(home->second.place);
+    return homes_.erase(home);
+  }
+
+  void drop_unheld(const BlockPoolAllocator& pool) noexcept {
+    for (auto home = homes_.begin(); home != homes_.end();) {
+      home = pool.is_held(home->second.block) ? std::next(home) : drop(home);
+    }
+  }
+
+  detail::SegmentList places_;
+  Homes homes_;
+};
+
+MLXBlockStorage::MLXBlockStorage(std::shared_ptr<BlockPoolAllocator> pool, std::int64_t head_dim,
+                                 std::int64_t n_kv_heads, std::shared_ptr<MlxBufferPool> buffers)
+    : pool_(std::move(pool)),
+      head_dim_(head_dim),
+      n_kv_heads_(n_kv_heads),
+      segments_(std::make_unique<Segments>(buffers != nullptr ? std::move(buffers)
+                                                              : std::make_shared<MlxBufferPool>())) {
+  if (pool_ == nullptr) throw std::invalid_argument(message("pool must not be null"));
+  if (head_dim < 1) throw std::invalid_argument(message("head_dim must be >= 1, got ", head_dim));
+  if (n_kv_heads < 1) {
+    throw std::invalid_argument(message("n_kv_heads must be >= 1, got ", n_kv_heads));
+  }
+  std::int64_t bytes = static_cast<std::int64_t>(sizeof(float));
+  if (__builtin_mul_overflow(bytes, head_dim, &bytes) ||
+      __builtin_mul_overflow(bytes, n_kv_heads, &bytes) ||
+      __builtin_mul_overflow(bytes, pool_->config().block_size, &bytes) ||
+      bytes > std::numeric_limits<mx::ShapeElem>::max()) {
+    throw std::invalid_argument(
+        message("an fp32 block of block_size ", pool_->config().block_size, ", n_kv_heads ",
+                n_kv_heads, " and head_dim ", head_dim, " must have less than 2^31 bytes"));
+  }
+}
+
+MLXBlockStorage::~MLXBlockStorage() = default;
+
+namespace {
+
+/// Where the block's rows go, but for the offset.
+detail::BlockPlace place_of(const Block& block, const MLXBlockStorage& storage) {
+  if (!block.live() || !storage.pool()->is_held(block)) {
+    throw std::invalid_argument(message(
+        "block ", block.block_id(), " is not held: its handle was freed, or is of another pool"));
+  }
+  return {0, block_format(block.format()), storage.n_kv_heads(),
+          storage.pool()->config().block_size, storage.head_dim()};
+}
+
+void require_fits(const Block& block, const detail::BlockPlace& place, std::int64_t offset,
+                  const mx::array& values) {
+  const bool has_heads = place.n_heads > 1;
+  if (values.ndim() != (has_heads ? 3U : 2U) || values.shape(-1) != place.width ||
+      (has_heads && values.shape(0) != place.n_heads)) {
+    throw std::invalid_argument(
+        message("values must be (", has_heads ? std::to_string(place.n_heads) + ", n, " : "n, ",
+                place.width, "), got ", detail::shape_text(values.shape())));
+  }
+  const std::int64_t n = values.shape(-2);
+  if (offset < 0 || offset > place.block_size || n > place.block_size - offset) {
+    throw std::invalid_argument(message(n, " row(s) at offset ", offset,
+                                        " do not fit a block of ", place.block_size, " slots"));
+  }
+  if (place.format.is_code() && !mx::issubdtype(values.dtype(), mx::integer)) {
+    throw std::invalid_argument(message("format ", block.format(),
+                                        " takes codes of an integer type, got floats"));
+  }
+}
+
+}  // namespace
+
+mx::array MLXBlockStorage::buffer_for(const Block& block) {
+  const detail::BlockPlace where = place_of(block, *this);
+  const mx::Stream stream = cpu_stream();
+  const std::lock_guard guard(segments_->mutex);
+  const auto [segment, place] = segments_->open(block, where, *pool_, stream);
+  const mx::array packed = detail::read_packed(segment, place, stream);
+  return n_kv_heads_ == 1 ? mx::squeeze(packed, 0, stream) : packed;
+}
+
+void MLXBlockStorage::write(const Block& block, std::int64_t offset, const mx::array& values) {
+  const detail::BlockPlace where = place_of(block, *this);
+  require_fits(block, where, offset, values);
+  if (values.shape(-2) == 0) return;
+  const mx::Stream stream = cpu_stream();
+  mx::array rows = mx::astype(values, where.format.dtype, stream);
+  if (n_kv_heads_ == 1) rows = mx::expand_dims(rows, 0, stream);
+  const std::lock_guard guard(segments_->mutex);
+  const auto [segment, place] = segments_->open(block, where, *pool_, stream);
+  detail::write_rows(segment, place, offset, rows, stream);
+}
+
+mx::array MLXBlockStorage::read(const Block& block) {
+  const detail::BlockPlace where = place_of(block, *this);
+  const mx::Stream stream = cpu_stream();
+  const std::lock_guard guard(segments_->mutex);
+  const auto [segment, place] = segments_->open(block, where, *pool_, stream);
+  const mx::array rows = detail::read_rows(segment, place, block.n_used(), stream);
+  return n_kv_heads_ == 1 ? mx::squeeze(rows, 0, stream) : rows;
+}
+
+std::size_t MLXBlockStorage::resident_bytes() const {
+  const std::lock_guard guard(segments_->mutex);
+  return segments_->resident_bytes();
+}
+
+void MLXBlockStorage::release(const Block& block) {
+  if (block.live()) {
+    throw std::invalid_argument(
+        message("block ", block.block_id(), " is still held: free it before its memory"));
+  }
+  const std::lock_guard guard(segments_->mutex);
+  segments_->release(block, *pool_);
+}
+
+}  // namespace kvpool

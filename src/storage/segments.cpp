@@ -1,0 +1,80 @@
+#include "storage/segments.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+namespace mx = mlx::core;
+
+namespace kvpool::detail {
+
+namespace {
+
+constexpr std::size_t kLargestSegment = std::size_t{16} << 20;
+constexpr std::size_t kGrowthDivisor = 8;
+
+std::list<Segment>::iterator find(std::list<Segment>& segments, const Segment* segment) {
+  return std::find_if(segments.begin(), segments.end(),
+                      [segment](const Segment& s) { return &s == segment; });
+}
+
+}  // namespace
+
+SegmentList::SegmentList(std::shared_ptr<MlxBufferPool> buffers) : buffers_(std::move(buffers)) {}
+
+SegmentList::~SegmentList() {
+  for (auto& [place_bytes, size] : sizes_) {
+    while (!size.open.empty()) remove(size.open, size.open.begin());
+    while (!size.full.empty()) remove(size.full, size.full.begin());
+  }
+}
+
+void SegmentList::remove(std::list<Segment>& segments, std::list<Segment>::iterator segment) noexcept {
+  const MlxBuffer buffer = segment->buffer;
+  segments.erase(segment);
+  if (buffer.live()) buffers_->release(buffer);
+}
+
+bool SegmentList::has_free(std::size_t place_bytes) const {
+  const auto size = sizes_.find(place_bytes);
+  return size != sizes_.end() && !size->second.open.empty();
+}
+
+void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes) {
+  const std::size_t grown = std::min(size.bytes / kGrowthDivisor, kLargestSegment);
+  const std::size_t bytes = std::bit_ceil(std::max(place_bytes, grown));
+  const MlxBuffer buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8,
+                                           {static_cast<mx::ShapeElem>(bytes)});
+  const std::size_t n_places = bytes / place_bytes;
+  std::vector<std::uint32_t> free(n_places);
+  std::iota(free.rbegin(), free.rend(), 0U);
+  size.open.push_back(Segment{buffer, buffer.array(), place_bytes, n_places, std::move(free)});
+  size.bytes += buffer.capacity();
+  resident_bytes_ += buffer.capacity();
+}
+
+Place SegmentList::take(std::size_t place_bytes) {
+  SizeClass& size = sizes_[place_bytes];
+  if (size.open.empty()) add_segment(size, place_bytes);
+  Segment& segment = size.open.front();
+  const Place place{&segment, segment.free.back()};
+  segment.free.pop_back();
+  if (segment.free.empty()) size.full.splice(size.full.end(), size.open, size.open.begin());
+  return place;
+}
+
+void SegmentList::give_back(const Place& place) noexcept {
+  Segment& segment = *place.segment;
+  SizeClass& size = sizes_.find(segment.place_bytes)->second;
+  if (segment.free.empty()) {
+    size.open.splice(size.open.end(), size.full, find(size.full, &segment));
+  }
+  segment.free.push_back(place.index);
+  if (segment.free.size() < segment.n_places) return;
+
+  size.bytes -= segment.buffer.capacity();
+  resident_bytes_ -= segment.buffer.capacity();
+  remove(size.open, find(size.open, &segment));
+}
+
+}  // namespace kvpool::detail
