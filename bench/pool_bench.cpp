@@ -19,8 +19,8 @@ constexpr std::int64_t kBlockSize = 16;
 void report_blocks(benchmark::State& state, std::int64_t blocks_per_iteration) {
   const auto blocks = static_cast<double>(state.iterations() * blocks_per_iteration);
   state.counters["blocks"] = benchmark::Counter(blocks, benchmark::Counter::kIsRate);
-  state.counters["per_block"] = benchmark::Counter(
-      blocks, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+  state.counters["per_block"] =
+      benchmark::Counter(blocks, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
 
 /// A process of one thread gets cheaper atomics and locks from the C library than any server has.
@@ -97,8 +97,8 @@ void OnePool(benchmark::State& state) {
     benchmark::DoNotOptimize(blocks.data());
     pool.free(blocks);
   }
-  state.counters["blocks"] = benchmark::Counter(static_cast<double>(state.iterations()),
-                                                benchmark::Counter::kIsRate);
+  state.counters["blocks"] =
+      benchmark::Counter(static_cast<double>(state.iterations()), benchmark::Counter::kIsRate);
 }
 BENCHMARK(OnePool)->Threads(1)->UseRealTime();
 BENCHMARK(OnePool)->Threads(8)->UseRealTime();

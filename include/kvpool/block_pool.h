@@ -24,8 +24,8 @@ namespace kvpool {
 /// A block can have several owners (share()); it is free when the last one lets go.
 ///
 /// Every call either does all it says or throws and changes nothing but `n_exhausted`.
-/// allocate() and free() take time in proportion to the blocks they move, free_all() to the blocks
-/// it frees, everything else but blocks_for() and history() is constant.
+/// Calls take time in proportion to the blocks they move, list or mark; all others but history()
+/// are constant.
 ///
 /// Thread-safe, every member.
 class BlockPoolAllocator {
@@ -61,15 +61,15 @@ class BlockPoolAllocator {
   std::pair<std::vector<Block>, std::vector<Block>> allocate_kv(std::int64_t n_tokens, Owner owner,
                                                                 std::string_view format = "fp16");
 
-  /// Adds `owner` to the owners of live blocks.
+  /// Adds `owner` to the owners of live blocks; one that holds a block already holds it twice.
   /// @return new handles, through which `owner` holds them, in the order of `blocks`.
-  /// @throws std::invalid_argument if a handle is freed, stale or of another pool.
+  /// @throws std::invalid_argument if a handle is freed, stale or not of this pool.
   std::vector<Block> share(std::span<const Block> blocks, Owner owner);
 
   /// Lets go of what these handles hold. What a handle has already freed is passed over and counts
   /// nothing, also when it stands in `blocks` twice.
-  /// @throws std::invalid_argument if a handle's block is held by others since, or is of another
-  ///         pool: nothing is freed.
+  /// @throws std::invalid_argument if a handle's block was freed and is held anew since, or is not
+  ///         of this pool: nothing is freed.
   void free(std::span<const Block> blocks);
   /// free() for destructors: lets go of what these handles still hold, and passes over the others.
   void release(std::span<const Block> blocks) noexcept;
@@ -78,26 +78,29 @@ class BlockPoolAllocator {
 
   /// What `owner` holds, in the order in which it got it.
   std::vector<Block> blocks_for(Owner owner) const;
-  /// Owners of the handle's block; 0 if the handle is freed.
+  /// Handles that hold the handle's block, it among them; 0 if the handle is freed.
   std::int64_t ref_count(const Block& block) const;
   /// Whether anyone holds the block in the life that this handle is of, through it or not.
   bool is_held(const Block& block) const;
   /// @throws std::invalid_argument if `stream` is not one of the pool's.
   std::int64_t n_free(Stream stream = Stream::kKey) const;
 
-  /// Retires free blocks of `stream` for good until `target_free` are left. Blocks in use stay.
+  /// Retires free blocks of `stream` for good until `target_free` are left, and those first that
+  /// were handed out before, since only they have memory behind them. Blocks in use stay.
   /// @return how many were retired.
   /// @throws std::invalid_argument if `target_free` < 0 or `stream` is not one of the pool's.
   std::int64_t shrink(Stream stream, std::int64_t target_free);
 
-  /// Says how many slots of a block are in use. A freed handle is passed over.
+  /// Says how many slots of a block are in use, to all who share it. A freed handle is passed over.
   /// @throws std::invalid_argument if `n_used` is not in 0..block_size, or as free() does.
   void mark_used(const Block& block, std::int64_t n_used);
   /// Spreads `n_tokens` over `blocks` in order: full blocks, then what is left, then empty ones.
+  /// @throws std::invalid_argument if `n_tokens` does not fit them, or as free() does.
   void mark_used(std::span<const Block> blocks, std::int64_t n_tokens);
 
   AllocationStats stats() const;
-  /// Counters after each of the last kHistorySize calls that changed some, oldest first.
+  /// Counters after each of the last kHistorySize calls that allocated, found too few blocks, freed
+  /// or retired, oldest first.
   std::vector<AllocationStats> history() const;
 
  private:

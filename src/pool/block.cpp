@@ -10,9 +10,12 @@ namespace kvpool {
 
 std::string_view to_string(Stream stream) noexcept {
   switch (stream) {
-    case Stream::kKey: return "k";
-    case Stream::kValue: return "v";
-    case Stream::kKeyValue: return "kv";
+    case Stream::kKey:
+      return "k";
+    case Stream::kValue:
+      return "v";
+    case Stream::kKeyValue:
+      return "kv";
   }
   return "";
 }
@@ -21,8 +24,10 @@ Stream stream_from_string(std::string_view name) {
   if (name == "k") return Stream::kKey;
   if (name == "v") return Stream::kValue;
   if (name == "kv") return Stream::kKeyValue;
-  throw std::invalid_argument("stream must be 'k' or 'v' ('kv' in a pool that does not separate "
-                              "them), got '" + std::string(name) + "'");
+  throw std::invalid_argument(
+      "stream must be 'k' or 'v' ('kv' in a pool that does not separate "
+      "them), got '" +
+      std::string(name) + "'");
 }
 
 namespace {

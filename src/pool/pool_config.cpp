@@ -14,8 +14,8 @@ constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
 void require_in_range(const char* field, std::int64_t value, std::int64_t least) {
   if (value >= least && value <= kMost) return;
-  throw std::invalid_argument(detail::concat("PoolConfig: ", field, " must be ", least, " to ",
-                                             kMost, ", got ", value));
+  throw std::invalid_argument(
+      detail::concat("PoolConfig: ", field, " must be ", least, " to ", kMost, ", got ", value));
 }
 
 }  // namespace

@@ -42,21 +42,22 @@ PoolState::PoolState(const PoolConfig& config) : config_(config) {
   history_.reserve(BlockPoolAllocator::kHistorySize);
 }
 
+// Private members are `inline` here because position-independent code does not inline others.
+
 // Phase one ------------------------------------------------------------------------------------
 
-Stream PoolState::resolve(Stream stream) const {
+inline Stream PoolState::resolve(Stream stream) const {
   if (!config_.separate_kv) return Stream::kKeyValue;
   if (stream == Stream::kKey || stream == Stream::kValue) return stream;
-  throw std::invalid_argument(
-      message("stream must be 'k' or 'v', got '", to_string(stream), "'"));
+  throw std::invalid_argument(message("stream must be 'k' or 'v', got '", to_string(stream), "'"));
 }
 
-std::int64_t PoolState::blocks_needed(std::int64_t n_tokens) const {
+inline std::int64_t PoolState::blocks_needed(std::int64_t n_tokens) const {
   if (n_tokens < 1) throw std::invalid_argument(message("n_tokens must be > 0, got ", n_tokens));
   return n_tokens / config_.block_size + (n_tokens % config_.block_size != 0);
 }
 
-PoolState::Standing PoolState::standing(const Block& block) const noexcept {
+inline PoolState::Standing PoolState::standing(const Block& block) const noexcept {
   const BlockRecord* record = block.record_;
   if (record == nullptr || record->pool != this) return Standing::kForeign;
   if (is_live(block)) return Standing::kLive;
@@ -65,19 +66,18 @@ PoolState::Standing PoolState::standing(const Block& block) const noexcept {
   return held_anew ? Standing::kStale : Standing::kFreed;
 }
 
-void PoolState::require_passable(std::span<const Block> blocks, const char* verb) const {
+inline void PoolState::require_passable(std::span<const Block> blocks, const char* verb) const {
   for (const Block& block : blocks) {
     switch (standing(block)) {
       case Standing::kForeign:
         throw std::invalid_argument(
             message("cannot ", verb, " block ", block.id_, ": it is not of this pool"));
       case Standing::kStale:
-        throw std::invalid_argument(message("cannot ", verb, " block ", block.id_,
-                                            ": this handle was freed, and owner ",
-                                            block.record_->first.entry
-                                                ? std::to_string(block.record_->first.entry->owner)
-                                                : std::string("another"),
-                                            " holds the block since"));
+        throw std::invalid_argument(
+            message("cannot ", verb, " block ", block.id_, ": this handle was freed, and owner ",
+                    block.record_->first.entry ? std::to_string(block.record_->first.entry->owner)
+                                               : std::string("another"),
+                    " holds the block since"));
       case Standing::kLive:
       case Standing::kFreed:
         break;
@@ -85,7 +85,7 @@ void PoolState::require_passable(std::span<const Block> blocks, const char* verb
   }
 }
 
-const std::string* PoolState::intern(std::string_view format) {
+inline const std::string* PoolState::intern(std::string_view format) {
   if (last_format_ == nullptr || *last_format_ != format) {
     last_format_ = &*formats_.emplace(format).first;
   }
@@ -109,7 +109,7 @@ void PoolState::reserve_holds(std::size_t n_holds) {
   }
 }
 
-std::int64_t PoolState::growth_room() const noexcept {
+inline std::int64_t PoolState::growth_room() const noexcept {
   if (!config_.grow_on_exhaustion) return 0;
   const std::int64_t ceiling = std::min(config_.max_blocks.value_or(kMostBlocks), kMostBlocks);
   return std::min(ceiling - stats_.n_blocks, kMostBlocks - next_id_);
@@ -122,12 +122,12 @@ void PoolState::throw_exhausted(Stream stream, std::int64_t n_needed, std::int64
   if (config_.grow_on_exhaustion) {
     growth = concat(" and can grow to ", stats_.n_blocks + growth_room());
   }
-  throw BlockPoolExhaustedError(message(
-      n_tokens, " token(s) need ", n_needed, " block(s) of stream '", to_string(stream), "', ",
-      list(stream).n_free(), " are free; the pool has ", stats_.n_blocks, growth));
+  throw BlockPoolExhaustedError(
+      message(n_tokens, " token(s) need ", n_needed, " block(s) of stream '", to_string(stream),
+              "', ", list(stream).n_free(), " are free; the pool has ", stats_.n_blocks, growth));
 }
 
-void PoolState::take(std::span<Draw> draws, Owner owner, std::string_view format) {
+inline void PoolState::take(std::span<Draw> draws, Owner owner, std::string_view format) {
   std::array<std::int64_t, 3> wanted{};
   for (const Draw& draw : draws) {
     std::int64_t& sum = wanted[static_cast<std::size_t>(draw.stream)];
@@ -157,7 +157,7 @@ void PoolState::take(std::span<Draw> draws, Owner owner, std::string_view format
 
 // Phase two ------------------------------------------------------------------------------------
 
-void PoolState::hand_out(const Draw& draw, OwnerEntry& entry, const std::string* format) noexcept {
+inline void PoolState::hand_out(const Draw& draw, OwnerEntry& entry, const std::string* format) noexcept {
   FreeList& from = list(draw.stream);
   std::int64_t n_left = draw.n_tokens;
   for (std::int64_t i = 0; i < draw.n_blocks; ++i) {
@@ -174,7 +174,7 @@ void PoolState::hand_out(const Draw& draw, OwnerEntry& entry, const std::string*
   if (n_left < 0) ++stats_.fragmented_count;
 }
 
-BlockRecord& PoolState::pop(FreeList& list, Stream stream) noexcept {
+inline BlockRecord& PoolState::pop(FreeList& list, Stream stream) noexcept {
   if (BlockRecord* record = list.top) {
     list.top = record->next_free;
     --list.n_recycled;
@@ -198,7 +198,7 @@ void PoolState::grow(FreeList& list, std::int64_t n_blocks) noexcept {
   stats_.n_grown += n_blocks;
 }
 
-void PoolState::link(BlockHold& hold, BlockRecord& record, OwnerEntry& entry) noexcept {
+inline void PoolState::link(BlockHold& hold, BlockRecord& record, OwnerEntry& entry) noexcept {
   hold.record = &record;
   hold.entry = &entry;
   hold.previous = entry.last;
@@ -210,7 +210,7 @@ void PoolState::link(BlockHold& hold, BlockRecord& record, OwnerEntry& entry) no
   hold.generation.store(++last_generation_, std::memory_order_release);
 }
 
-void PoolState::let_go(BlockHold& hold) noexcept {
+inline void PoolState::let_go(BlockHold& hold) noexcept {
   OwnerEntry& entry = *hold.entry;
   (hold.previous != nullptr ? hold.previous->next : entry.first) = hold.next;
   (hold.next != nullptr ? hold.next->previous : entry.last) = hold.previous;
@@ -219,7 +219,7 @@ void PoolState::let_go(BlockHold& hold) noexcept {
 }
 
 /// let_go() that leaves the owner's list as it is.
-void PoolState::end(BlockHold& hold) noexcept {
+inline void PoolState::end(BlockHold& hold) noexcept {
   BlockRecord& record = *hold.record;
   hold.generation.store(0, std::memory_order_release);
   hold.entry = nullptr;
@@ -231,7 +231,7 @@ void PoolState::end(BlockHold& hold) noexcept {
   if (--record.n_holds == 0) give_back(record);
 }
 
-void PoolState::give_back(BlockRecord& record) noexcept {
+inline void PoolState::give_back(BlockRecord& record) noexcept {
   if (!is_full(record)) --stats_.fragmented_count;
   record.set_n_used(0);
   FreeList& to = list(record.stream);
@@ -241,11 +241,11 @@ void PoolState::give_back(BlockRecord& record) noexcept {
   ++stats_.n_frees;
 }
 
-void PoolState::drop_if_idle(OwnerEntry& entry) noexcept {
+inline void PoolState::drop_if_idle(OwnerEntry& entry) noexcept {
   if (entry.n_holds == 0 && !entry.registered) owners_.erase(entry);
 }
 
-void PoolState::let_go_of_live(std::span<const Block> blocks) noexcept {
+inline void PoolState::let_go_of_live(std::span<const Block> blocks) noexcept {
   bool changed = false;
   for (const Block& block : blocks) {
     if (standing(block) != Standing::kLive) continue;
@@ -257,13 +257,13 @@ void PoolState::let_go_of_live(std::span<const Block> blocks) noexcept {
   if (changed) record_history();
 }
 
-void PoolState::set_used(BlockRecord& record, std::int64_t n_used) noexcept {
+inline void PoolState::set_used(BlockRecord& record, std::int64_t n_used) noexcept {
   const bool was_full = is_full(record);
   record.set_n_used(n_used);
   stats_.fragmented_count += static_cast<int>(was_full) - static_cast<int>(is_full(record));
 }
 
-void PoolState::record_history() noexcept {
+inline void PoolState::record_history() noexcept {
   if (history_.size() < BlockPoolAllocator::kHistorySize) {
     history_.push_back(stats_);
   } else {

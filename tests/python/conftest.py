@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+
 import pytest
-from kvpool.models import load
+
+if library := ctypes.util.find_library("openblas"):  # before MLX is imported, so that the default model is quick
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+
+from kvpool.models import load  # noqa: E402
 
 
 @pytest.fixture(scope="session")

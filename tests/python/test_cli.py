@@ -10,7 +10,9 @@ import sys
 import time
 
 import pytest
+from kvpool import BlockPoolAllocator, PoolConfig, build_pooled_caches
 from kvpool.cli.blas import find_openblas, links_reference_blas
+from mlx_lm import stream_generate
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import random_model, write_gguf
 
@@ -215,21 +217,28 @@ def test_openblas_is_said_and_loaded(tiny):
     assert code == 0 and "BLAS: reference, since /no/such/lib.so cannot be loaded" in err
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_default_model_says_the_same_in_every_block_size(default_model, block_size):
-    from mlx_lm import stream_generate
-
-    import kvpool as kv
-
+@pytest.fixture(scope="module")
+def ask(default_model):
+    """Greedy tokens of the default model for one prompt, with the given cache."""
     model, tokenizer, _ = default_model
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": LONG}], add_generation_prompt=True)
-    pool = kv.BlockPoolAllocator(kv.PoolConfig(block_size=block_size, n_blocks=60, grow_on_exhaustion=True))
-    caches = kv.build_pooled_caches(model, pool, owner=1)
 
     def answer(**options):
         return [reply.token for reply in stream_generate(model, tokenizer, prompt, max_tokens=48, **options)]
 
-    assert answer(prompt_cache=caches) == answer()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def stock_answer(ask):
+    return ask()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_default_model_says_the_same_in_every_block_size(default_model, ask, stock_answer, block_size):
+    pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=60, grow_on_exhaustion=True))
+    caches = build_pooled_caches(default_model[0], pool, owner=1)
+    assert ask(prompt_cache=caches) == stock_answer
     assert pool.stats.blocks_in_use() == 60 * 256 // block_size
 
 

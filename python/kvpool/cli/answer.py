@@ -10,9 +10,10 @@ from .progress import PrefillProgress
 from .report import PoolFigures, Report, Speed, stock_capacity
 
 if TYPE_CHECKING:
-    from kvpool import BlockPoolAllocator
     from mlx.nn import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from kvpool import BlockPoolAllocator
 
     from ..models import ModelInfo
 

@@ -15,8 +15,9 @@ from .options import DType, ModelArgument, finite
 from .prompt import encode_prompt, read_prompt
 
 if TYPE_CHECKING:
-    from kvpool import BlockPoolAllocator
     from mlx.nn import Module
+
+    from kvpool import BlockPoolAllocator
 
     from .pool_plan import PoolOptions
     from .report import Report
@@ -110,9 +111,7 @@ def generate(
     if not tokens:
         raise typer.BadParameter("the prompt has no tokens.", param_hint="'--prompt'")
     if shape.context_length and len(tokens) + max_tokens > shape.context_length:
-        _note(
-            f"{len(tokens)} prompt and {max_tokens} answer tokens may exceed the model's context of {shape.context_length}"
-        )
+        _note(f"{len(tokens)} + {max_tokens} tokens may exceed the model's context of {shape.context_length}")
     if cache is CacheKind.pooled:
         options = PoolOptions(block_size, step, n_blocks, grow, max_blocks)
         caches, pool = _pooled_caches(loaded, options, len(tokens), max_tokens)
@@ -141,8 +140,9 @@ def _stock_caches(model: Module) -> list[Any]:
 def _pooled_caches(
     model: Module, options: PoolOptions, n_prompt: int, n_answer: int
 ) -> tuple[list[Any], BlockPoolAllocator]:
-    from kvpool import build_pooled_caches
     from mlx_lm.models.cache import KVCache
+
+    from kvpool import build_pooled_caches
 
     from .pool_plan import demand_of, make_pool
 

@@ -109,8 +109,9 @@ def _print_tables(runtime: dict[str, str], shape: ModelInfo, budget: int, rows: 
         soft_wrap=True,
     )
     console.print(
-        f"{shape.path}: {shape.architecture}, {shape.n_parameters:,} parameters in {shape.stored}; {shape.n_layers} layers, "
-        f"{shape.n_heads} heads, {shape.n_kv_heads} KV heads of {shape.head_dim}, context {shape.context_length or 'unknown'}",
+        f"{shape.path}: {shape.architecture}, {shape.n_parameters:,} parameters in {shape.stored}; "
+        f"{shape.n_layers} layers, {shape.n_heads} heads, {shape.n_kv_heads} KV heads of {shape.head_dim}, "
+        f"context {shape.context_length or 'unknown'}",
         markup=False,
         soft_wrap=True,
     )

@@ -35,11 +35,9 @@ def free_bytes() -> int:
 
 
 def show_bytes(n_bytes: float) -> str:
-    """Three or four digits and a binary unit: ``"45.0 MiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            break
-        n_bytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+    """At most one decimal and a binary unit: ``"45.0 MiB"``."""
+    amount, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"

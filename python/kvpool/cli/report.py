@@ -78,7 +78,7 @@ class Report:
 
 
 def stock_capacity(n_prompt: int, n_cached: int, chunk: int) -> int:
-    """Tokens for which mlx_lm's own cache has room after ``n_cached`` tokens, a prompt of ``n_prompt`` in chunks first."""
+    """Tokens for which mlx_lm's own cache has room after ``n_cached``, the ``n_prompt`` of the prompt in chunks."""
     capacity = length = 0
     prefill = max(n_prompt - 1, 0)
     while length < n_cached:

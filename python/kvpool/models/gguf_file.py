@@ -6,6 +6,7 @@ truncated or hostile file costs neither memory nor time. Tensor data are mapped,
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
@@ -234,11 +235,12 @@ class _Header:
             if base + offset + n_bytes > len(self._data):
                 raise ModelError(
                     self._path,
-                    f"{what} needs bytes {base + offset} to {base + offset + n_bytes}, but the file ends at {len(self._data)}",
+                    f"{what} needs bytes {base + offset} to {base + offset + n_bytes}, "
+                    f"but the file ends at {len(self._data)}",
                 )
             placed[name] = GGUFTensor(name, shape, kind, base + offset, n_bytes)
         in_order = sorted(placed.values(), key=lambda tensor: tensor.start)
-        for before, after in zip(in_order, in_order[1:]):
+        for before, after in itertools.pairwise(in_order):
             if before.start + before.n_bytes > after.start:
                 raise ModelError(self._path, f"tensors {_shown(before.name)} and {_shown(after.name)} overlap")
         return placed

@@ -98,7 +98,8 @@ class GGUFTokenizer:
         if longest > MAX_TOKEN_CHARACTERS:
             raise ModelError(
                 self._file.path,
-                f"tokenizer.ggml.tokens has a token of {longest} characters; at most {MAX_TOKEN_CHARACTERS} are allowed",
+                f"tokenizer.ggml.tokens has a token of {longest} characters; "
+                f"at most {MAX_TOKEN_CHARACTERS} are allowed",
             )
         return tokens
 

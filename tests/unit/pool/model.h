@@ -122,6 +122,13 @@ class Model {
            block->second.life != h.life;
   }
 
+  /// Whether anyone holds the block in the life that the handle is of.
+  bool held(std::size_t handle) const {
+    const auto block = blocks.find(handles[handle].block);
+    return block != blocks.end() && block->second.life == handles[handle].life &&
+           !block->second.holders.empty();
+  }
+
   void let_go(const std::vector<std::size_t>& list) {
     bool changed = false;
     for (const std::size_t handle : list) {

@@ -359,6 +359,7 @@ class Pair {
     const Model::Block* now = expected.live ? &model_.blocks.at(expected.block) : nullptr;
     RC_ASSERT(block.n_used() == (now ? now->n_used : 0));
     RC_ASSERT(pool_.ref_count(block) == (now ? static_cast<std::int64_t>(now->holders.size()) : 0));
+    RC_ASSERT(pool_.is_held(block) == model_.held(number));
     if (now) RC_ASSERT(block.stream() == now->stream);
   }
 

@@ -141,6 +141,24 @@ TEST(Share, HoldsAreRecycledAcrossBlocks) {
   EXPECT_EQ(pool.ref_count(second[0]), 2);
 }
 
+TEST(IsHeld, ForAsLongAsAnyoneHoldsTheBlockInThisLife) {
+  BlockPoolAllocator pool({.block_size = 16, .n_blocks = 2});
+  BlockPoolAllocator other({.block_size = 16, .n_blocks = 2});
+  const auto a = pool.allocate(Stream::kKey, 1, 1);
+  const auto b = pool.share(a, 2);
+  pool.free(a);
+  EXPECT_TRUE(pool.is_held(a[0]));
+  EXPECT_TRUE(pool.is_held(b[0]));
+  pool.free(b);
+  EXPECT_FALSE(pool.is_held(a[0]));
+  const auto next = pool.allocate(Stream::kKey, 1, 1);
+  EXPECT_TRUE(pool.is_held(next[0]));
+  EXPECT_FALSE(pool.is_held(a[0]));
+  other.allocate(Stream::kKey, 1, 1);
+  EXPECT_FALSE(other.is_held(next[0]));
+  EXPECT_FALSE(pool.is_held(Block(next[0].block_id())));
+}
+
 TEST(RefCount, IsZeroForHandlesThatHoldNothing) {
   BlockPoolAllocator pool;
   BlockPoolAllocator other;

@@ -1,0 +1,55 @@
+# Every target does its own set-up and is quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find include src bindings cmake python -type f \
+	-not -name '*.pyc' -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
+
+.PHONY: demo test build setup bench peers stubs clean
+
+demo: build  ## The main job on the default model.
+	@$(BIN)/kvpool info
+	@$(BIN)/kvpool generate --max-tokens 160 \
+	  --prompt "Explain in a few sentences why the sky is blue and sunsets are red."
+
+test: build build/install/.wheel  ## Every test: C++, Python, installed package.
+	cmake --preset dev
+	cmake --build --preset dev
+	ctest --preset dev
+	$(BIN)/python -m pytest
+	$(BIN)/python tests/install/run.py build/install
+
+build: build/.installed  ## kvpool in .venv.
+
+build/.installed: $(VENV)/.ready $(SOURCES)
+	@echo "==> building and installing kvpool into $(VENV)"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
+	@touch $@
+
+# As pip makes it from a checkout, with a build environment of its own.
+build/install/.wheel: $(VENV)/.ready $(SOURCES)
+	@echo "==> building the wheel"
+	rm -rf build/install && mkdir -p build/install
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir build/install \
+	  -C build-dir=build/install/wheel .
+	@touch $@
+
+setup: $(VENV)/.ready  ## System packages and .venv.
+
+$(VENV)/.ready: scripts/setup.sh requirements-dev.txt
+	scripts/setup.sh $(PYTHON)
+	@mkdir -p build && touch $@
+
+bench: build  ## The table of docs/performance.md, beside the Python peer.
+	cmake --preset release
+	cmake --build --preset release
+	$(BIN)/python bench/run.py
+
+peers: build  ## The Python peer's own tests of the same classes, on kvpool.
+	$(BIN)/python tests/peers/run.py build/peers
+
+stubs: build  ## python/kvpool/_core.pyi, from the installed extension.
+	$(BIN)/python -m nanobind.stubgen -m kvpool._core -o python/kvpool/_core.pyi
+
+clean:
+	rm -rf build

@@ -1,0 +1,1 @@
+"""The peer's module names, so that its tests run on kvpool."""

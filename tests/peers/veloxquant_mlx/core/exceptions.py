@@ -1,0 +1,3 @@
+from kvpool import BlockPoolExhaustedError, OwnerAlreadyActiveError
+
+__all__ = ["BlockPoolExhaustedError", "OwnerAlreadyActiveError"]

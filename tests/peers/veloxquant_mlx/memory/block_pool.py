@@ -1,0 +1,3 @@
+from kvpool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
+
+__all__ = ["AllocationStats", "Block", "BlockPoolAllocator", "PoolConfig"]

@@ -1,0 +1,3 @@
+from kvpool import MLXBlockStorage
+
+__all__ = ["MLXBlockStorage"]

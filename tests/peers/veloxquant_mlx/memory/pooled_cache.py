@@ -1,0 +1,3 @@
+from kvpool import PooledKVCache
+
+__all__ = ["PooledKVCache"]
