@@ -149,7 +149,7 @@ class Worker {
     const auto owner = block.owner();
     tally_.n_wrong += n_used < 0 || n_used > pool_.config().block_size;
     tally_.n_wrong += owner && *owner > 1001;
-    tally_.n_wrong += !block.format().empty() && block.format().size() != 4;
+    tally_.n_wrong += block.format() != "int4" && block.format() != "fp16";
     if (!block.live()) tally_.n_wrong += block.owner().has_value();
   }
 
