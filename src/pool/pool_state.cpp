@@ -157,7 +157,8 @@ inline void PoolState::take(std::span<Draw> draws, Owner owner, std::string_view
 
 // Phase two ------------------------------------------------------------------------------------
 
-inline void PoolState::hand_out(const Draw& draw, OwnerEntry& entry, const std::string* format) noexcept {
+inline void PoolState::hand_out(const Draw& draw, OwnerEntry& entry,
+                                const std::string* format) noexcept {
   FreeList& from = list(draw.stream);
   std::int64_t n_left = draw.n_tokens;
   for (std::int64_t i = 0; i < draw.n_blocks; ++i) {
@@ -416,7 +417,6 @@ std::int64_t PoolState::shrink(Stream stream, std::int64_t target_free) {
   for (std::int64_t i = 0; i < n_recycled; ++i) {
     BlockRecord* record = from.top;
     from.top = record->next_free;
-    record->id = -1;
     record->next_free = spare_records_;
     spare_records_ = record;
   }

@@ -13,11 +13,7 @@ using testing::expect_balanced;
 using testing::ids;
 using testing::joined;
 
-#ifdef __SANITIZE_THREAD__
-constexpr int kRounds = 1'000;
-#else
 constexpr int kRounds = 10'000;
-#endif
 
 TEST(Faults, P1ABlockIsReleasedOnceByItsCurrentHolder) {
   for (const bool in_one_call : {false, true}) {

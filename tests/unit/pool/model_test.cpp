@@ -10,6 +10,13 @@
 #include <ostream>
 
 namespace kvpool {
+
+static void showValue(const PoolConfig& config, std::ostream& out) {
+  out << "block_size " << config.block_size << ", n_blocks " << config.n_blocks << ", separate_kv "
+      << config.separate_kv << ", grow_on_exhaustion " << config.grow_on_exhaustion
+      << ", max_blocks " << config.max_blocks.value_or(-1);
+}
+
 namespace {
 
 using testing::Model;
@@ -80,6 +87,11 @@ rc::Gen<PoolConfig> any_config() {
       });
 }
 
+/// RC_ASSERT builds its message even when it holds, which takes most of a long run.
+void require(bool holds, const char* what) {
+  if (!holds) RC_FAIL(what);
+}
+
 /// The pool and its model side by side.
 class Pair {
  public:
@@ -122,16 +134,17 @@ class Pair {
 
   void check() const {
     const AllocationStats stats = pool_.stats();
-    RC_ASSERT(stats == model_.counted());
-    RC_ASSERT(stats.blocks_in_use() == model_.in_use());
-    RC_ASSERT(stats.n_blocks == config_.n_blocks + stats.n_grown - stats.n_retired);
+    require(stats == model_.counted(), "stats()");
+    require(stats.blocks_in_use() == model_.in_use(), "blocks in use");
+    require(stats.n_blocks == config_.n_blocks + stats.n_grown - stats.n_retired,
+            "the sum of blocks");
     std::int64_t n_free = 0;
     for (const auto& [stream, list] : model_.free_lists) {
-      RC_ASSERT(pool_.n_free(stream) == list.size());
+      require(pool_.n_free(stream) == list.size(), "n_free()");
       n_free += pool_.n_free(stream);
     }
-    RC_ASSERT(n_free + stats.blocks_in_use() == stats.n_blocks);
-    RC_ASSERT(pool_.history() == model_.history);
+    require(n_free + stats.blocks_in_use() == stats.n_blocks, "free + in use = blocks");
+    require(pool_.history() == model_.history, "history()");
     check_owners(stats);
     check_handles();
   }
@@ -332,35 +345,39 @@ class Pair {
   }
 
   void check_owners(const AllocationStats& stats) const {
+    std::set<Owner> owners;
+    for (int i = 0; i < 6; ++i) owners.insert(owner({Call::kFreeAll, i, 0, 0, {}}));
+    for (const auto& [id, own] : model_.owned) owners.insert(id);
     std::set<BlockId> held;
-    for (int i = 0; i < 6; ++i) {
-      const Owner id = owner({Call::kFreeAll, i, 0, 0, {}});
+    for (const Owner id : owners) {
       const auto listed = pool_.blocks_for(id);
       const auto own = model_.owned.find(id);
-      RC_ASSERT(listed.size() == (own == model_.owned.end() ? 0 : own->second.size()));
+      require(listed.size() == (own == model_.owned.end() ? 0 : own->second.size()),
+              "the length of blocks_for()");
       for (std::size_t j = 0; j < listed.size(); ++j) {
-        RC_ASSERT(listed[j].generation() == blocks_.at(own->second[j]).generation());
+        require(listed[j].generation() == blocks_.at(own->second[j]).generation(),
+                "the order of blocks_for()");
         held.insert(listed[j].block_id());
       }
     }
-    for (const auto& [id, own] : model_.owned) {
-      for (const Block& block : pool_.blocks_for(id)) held.insert(block.block_id());
-    }
-    RC_ASSERT(static_cast<std::int64_t>(held.size()) == stats.blocks_in_use());
+    require(static_cast<std::int64_t>(held.size()) == stats.blocks_in_use(),
+            "blocks held by several owners count once");
   }
 
   void check_handle(std::size_t number) const {
     const Model::Handle& expected = model_.handles[number];
     const Block& block = blocks_.at(number);
-    RC_ASSERT(block.block_id() == expected.block);
-    RC_ASSERT(block.format() == expected.format);
-    RC_ASSERT(block.live() == expected.live);
-    RC_ASSERT(block.owner() == (expected.live ? std::optional(expected.owner) : std::nullopt));
+    require(block.block_id() == expected.block, "block_id()");
+    require(block.format() == expected.format, "format()");
+    require(block.live() == expected.live, "live()");
+    require(block.owner() == (expected.live ? std::optional(expected.owner) : std::nullopt),
+            "owner()");
     const Model::Block* now = expected.live ? &model_.blocks.at(expected.block) : nullptr;
-    RC_ASSERT(block.n_used() == (now ? now->n_used : 0));
-    RC_ASSERT(pool_.ref_count(block) == (now ? static_cast<std::int64_t>(now->holders.size()) : 0));
-    RC_ASSERT(pool_.is_held(block) == model_.held(number));
-    if (now) RC_ASSERT(block.stream() == now->stream);
+    require(block.n_used() == (now ? now->n_used : 0), "n_used()");
+    require(pool_.ref_count(block) == (now ? static_cast<std::int64_t>(now->holders.size()) : 0),
+            "ref_count()");
+    require(pool_.is_held(block) == model_.held(number), "is_held()");
+    if (now) require(block.stream() == now->stream, "stream()");
   }
 
   void check_handles() const {

@@ -15,7 +15,7 @@ using testing::ids;
 
 constexpr int kThreads = 8;
 #ifdef __SANITIZE_THREAD__
-constexpr int kSteps = 3'000;
+constexpr int kSteps = 10'000;
 #else
 constexpr int kSteps = 30'000;
 #endif

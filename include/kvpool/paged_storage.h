@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "kvpool/block_pool.h"
+#include "kvpool/mlx_buffer_pool.h"
+
+namespace kvpool {
+
+namespace detail {
+class BlockMemory;
+}  // namespace detail
+
+/// What the paged caches of all layers and requests share: the pool that counts their blocks and the
+/// memory that the blocks lie in. Thread-safe.
+class PagedStorage {
+ public:
+  /// @param buffers  where memory comes from; a pool of its own if null.
+  /// @throws std::invalid_argument if `pool` is null.
+  explicit PagedStorage(std::shared_ptr<BlockPoolAllocator> pool,
+                        std::shared_ptr<MlxBufferPool> buffers = nullptr);
+
+  const std::shared_ptr<BlockPoolAllocator>& pool() const noexcept { return pool_; }
+  /// Bytes of all segments held.
+  std::size_t resident_bytes() const;
+
+  /// For the library's own use.
+  const std::shared_ptr<detail::BlockMemory>& memory() const noexcept { return memory_; }
+
+ private:
+  std::shared_ptr<BlockPoolAllocator> pool_;
+  std::shared_ptr<detail::BlockMemory> memory_;
+};
+
+}  // namespace kvpool

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace kvpool::codec {
+
+/// How the elements of a block are coded. Append only: the values are written to files.
+/// A new one is a line here, a line in codec.cpp, and its kernels (kernels/kernels.h).
+enum class Code : std::uint8_t { kFp32, kFp16, kBf16, kInt8, kInt4, kInt2, kKivi4, kKivi2 };
+
+/// A block holds keys or values; some formats store the two differently.
+enum class Role : std::uint8_t { kKeys, kValues };
+
+/// How one block is stored. Keys and values of a layer may have different ones.
+///
+/// `int8`, `int4`, `int2`: affine by groups of `group_size` channels of one token; x is near
+/// scale * code + bias, as in mx.quantize, with scale and bias in fp16 and scale >= 0.
+/// `kivi4`, `kivi2`: keys affine by channel over all tokens of the block, values as int4 and int2.
+/// The last group of a head may be short: its range is of its own channels only.
+struct Format {
+  Code code = Code::kFp32;
+  /// Channels to a scale: 32 or 64. Raw formats and keys of kivi have no use for it.
+  std::uint8_t group_size = 32;
+  /// The rows are stored after hadamard(); of integer formats only.
+  bool hadamard = false;
+
+  bool is_raw() const noexcept { return code <= Code::kBf16; }
+  bool operator==(const Format&) const = default;
+};
+
+inline constexpr int kMaxHeadDim = 256;
+
+/// One KV head of one block: the unit of encode(), decode() and of the kernels. The parts of a
+/// block's heads lie one behind the other.
+///
+/// Raw: [token][channel]. Others, for each tile of 16 tokens: codes, then scale[group][token], then
+/// bias[group][token] (kivi keys: scale[channel], bias[channel] before the first tile). The codes
+/// of a full tile are 32-bit words, lowest bits first, of consecutive channels for keys,
+/// [word][token], and of consecutive tokens for values, [word][channel]. The codes of a last tile
+/// of less than 16 tokens are [token][channel], each row starting at a byte.
+/// No alignment is asked of a part.
+struct PartGeometry {
+  Format format;
+  Role role = Role::kKeys;
+  /// Tokens the block has room for.
+  int block_size = 16;
+  int head_dim = 64;
+};
+
+/// @throws std::invalid_argument unless head_dim is a multiple of 8 up to kMaxHeadDim,
+///         1 <= block_size <= 65536, and the format's group_size and hadamard are allowed.
+void validate(const PartGeometry& geometry);
+
+/// Bytes of one head's part, and of the block with all its heads. `geometry` must validate.
+std::size_t part_bytes(const PartGeometry& geometry) noexcept;
+std::size_t block_bytes(const PartGeometry& geometry, int n_kv_heads) noexcept;
+
+/// Writes fp32 rows (n_tokens, head_dim) as one head's part. Raw formats take any rows
+/// `first_token` ... of the block and leave the others as they are; the others take all at once:
+/// first_token = 0 and n_tokens = block_size, every element encodable() (if one is not, what is
+/// stored is unspecified but decodes without harm to other parts). An element is then off by at
+/// most half the stored scale, which is at most ((max - min) + ulp16(min)) / (2^bits - 1) rounded
+/// up in fp16: a flat group decodes to its constant within fp16 rounding.
+/// Thread-safe on distinct parts. Allocates nothing for raw formats.
+void encode(const PartGeometry& geometry, const float* rows, int n_tokens, std::byte* part,
+            int first_token = 0);
+
+/// Reads rows `first_token` ... of a part as fp32 (n_tokens, head_dim), any transform undone.
+/// Thread-safe.
+void decode(const PartGeometry& geometry, const std::byte* part, int first_token, int n_tokens,
+            float* rows);
+
+/// Whether all elements are finite and fit fp16, so that every format can code them.
+bool encodable(std::span<const float> elements) noexcept;
+
+/// Multiplies each row of (n_rows, dim) by the orthonormal Walsh-Hadamard matrix of the largest
+/// power of two that divides `dim`, block by block along the row. Its own inverse.
+void hadamard(float* rows, int n_rows, int dim) noexcept;
+
+/// "fp32", "int4", "kivi2", ...
+std::string_view name(Code code) noexcept;
+/// @throws std::invalid_argument naming the tag and what is allowed.
+Code code_of(std::string_view tag);
+
+}  // namespace kvpool::codec

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "codec/codec.h"
+
+namespace kvpool::kernels {
+
+/// What a part's bytes look like to a kernel: a Format and a Role resolve to one.
+enum class Layout : std::uint8_t {
+  kFp32,
+  kFp16,
+  kBf16,
+  kAffine8,  // Scale and bias by groups of channels.
+  kAffine4,
+  kAffine2,
+  kChannel4,  // Scale and bias by channel; keys only.
+  kChannel2,
+};
+inline constexpr std::size_t kNLayouts = 8;
+
+Layout layout_of(codec::Format format, codec::Role role) noexcept;
+
+/// The sizes of a part, common to the parts of a run.
+struct PartShape {
+  int block_size;
+  int head_dim;
+  int group_size;
+};
+
+/// Parts of one head in consecutive blocks that share a format; the kernels take them in one call.
+/// Tokens are counted over the run: column c is the c-th token.
+struct PartRun {
+  std::span<const std::byte* const> parts;
+  /// Of each part, its first n_tokens count: 1 to block_size.
+  const std::int32_t* n_tokens;
+};
+
+/// Scores and weights may be read, and scores overwritten, up to this many columns after the last.
+inline constexpr int kColumnSlack = 16;
+
+/// Kernels of one layout for keys. None knows of transforms: rows and queries are as stored.
+struct KeyKernels {
+  /// Rows (n_tokens, head_dim) to and from a part, as codec::encode() and codec::decode() do.
+  void (*encode)(const PartShape&, const float* rows, int first_token, int n_tokens,
+                 std::byte* part);
+  void (*decode)(const PartShape&, const std::byte* part, int first_token, int n_tokens,
+                 float* rows);
+  /// What scores() wants to know of (n_queries, head_dim) queries, in prepared_bytes() bytes at an
+  /// address that is a multiple of 64.
+  std::size_t (*prepared_bytes)(const PartShape&, int n_queries);
+  void (*prepare)(const PartShape&, const float* queries, int n_queries, std::byte* prepared);
+  /// scores[q * stride + c] = queries[q] . key[c]
+  void (*scores)(const PartShape&, const PartRun&, const std::byte* prepared, int n_queries,
+                 float* scores, std::size_t stride);
+};
+
+struct ValueKernels {
+  void (*encode)(const PartShape&, const float* rows, int first_token, int n_tokens,
+                 std::byte* part);
+  void (*decode)(const PartShape&, const std::byte* part, int first_token, int n_tokens,
+                 float* rows);
+  /// out[q * head_dim + d] += sum over c of weights[q * stride + c] * value[c][d], weights in 0..1.
+  /// Integer layouts may round weights to 14 bits of the largest product with a scale.
+  void (*accumulate)(const PartShape&, const PartRun&, const float* weights, std::size_t stride,
+                     int n_queries, float* out);
+};
+
+/// All kernels of one instruction set. Every level decodes and encodes the same bits; scores and
+/// sums differ in rounding.
+struct KernelTable {
+  std::string_view name;
+  std::array<KeyKernels, kNLayouts> keys;
+  std::array<ValueKernels, kNLayouts> values;
+  /// The largest of n values; -infinity if n is 0.
+  float (*max)(const float* values, std::size_t n);
+  /// Each value becomes exp(value - shift), 0 for -infinity. Returns their sum.
+  float (*exp_sum)(float* values, std::size_t n, float shift);
+  void (*scale)(float* values, std::size_t n, float factor);
+
+  const KeyKernels& of_keys(Layout layout) const noexcept {
+    return keys[static_cast<std::size_t>(layout)];
+  }
+  const ValueKernels& of_values(Layout layout) const noexcept {
+    return values[static_cast<std::size_t>(layout)];
+  }
+};
+
+/// Levels this library was built with, best last, and whether this CPU runs them.
+struct Level {
+  const KernelTable* table;
+  bool available;
+};
+std::span<const Level> levels();
+
+/// @throws std::invalid_argument if no level is so named or this CPU lacks it, listing those
+///         allowed.
+const KernelTable& table_named(std::string_view name);
+
+/// The level in use: the environment's KVPOOL_KERNELS if set, else the best available. Chosen at
+/// the first call.
+/// @throws std::invalid_argument as table_named(), at every call until the variable is mended.
+const KernelTable& active();
+
+}  // namespace kvpool::kernels

@@ -1,0 +1,52 @@
+#include "sequence/block_memory.h"
+
+#include <stdexcept>
+
+#include "kvpool/paged_storage.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool {
+
+namespace detail {
+
+BlockBytes::~BlockBytes() { memory_->give_back(place_); }
+
+BlockMemory::BlockMemory(std::shared_ptr<MlxBufferPool> buffers)
+    : places_(std::move(buffers)), chain_(mx::array({std::uint8_t{0}}, mx::uint8)) {}
+
+std::shared_ptr<BlockBytes> BlockMemory::take(std::size_t bytes) {
+  std::unique_lock guard(places_mutex_);
+  const Place place = places_.take(bytes);
+  guard.unlock();
+  try {
+    return std::make_shared<BlockBytes>(shared_from_this(), place);
+  } catch (...) {
+    give_back(place);
+    throw;
+  }
+}
+
+void BlockMemory::give_back(const Place& place) noexcept {
+  const std::lock_guard guard(places_mutex_);
+  places_.give_back(place);
+}
+
+std::size_t BlockMemory::resident_bytes() const {
+  const std::lock_guard guard(places_mutex_);
+  return places_.resident_bytes();
+}
+
+}  // namespace detail
+
+PagedStorage::PagedStorage(std::shared_ptr<BlockPoolAllocator> pool,
+                           std::shared_ptr<MlxBufferPool> buffers)
+    : pool_(std::move(pool)) {
+  if (pool_ == nullptr) throw std::invalid_argument("PagedStorage: pool must not be null");
+  if (buffers == nullptr) buffers = std::make_shared<MlxBufferPool>();
+  memory_ = std::make_shared<detail::BlockMemory>(std::move(buffers));
+}
+
+std::size_t PagedStorage::resident_bytes() const { return memory_->resident_bytes(); }
+
+}  // namespace kvpool
