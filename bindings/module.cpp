@@ -11,4 +11,5 @@ NB_MODULE(_core, m) {
   bind_mlx_block_storage(m);
   bind_kv_cache(m);
   bind_pool_backed_kv_cache(m);
+  bind_paged_kv_cache(m);
 }

@@ -6,7 +6,7 @@ install(TARGETS pool EXPORT kvpool_pool_targets)
 install(EXPORT kvpool_pool_targets NAMESPACE kvpool::
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool FILE kvpool_pool_targets.cmake)
 if(KVPOOL_WITH_MLX)
-  install(TARGETS kvpool EXPORT kvpool_targets)
+  install(TARGETS kernels kvpool EXPORT kvpool_targets)
   install(EXPORT kvpool_targets NAMESPACE kvpool::
     DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool FILE kvpool_targets.cmake)
 endif()

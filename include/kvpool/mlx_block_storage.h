@@ -30,7 +30,7 @@ class MLXBlockStorage {
  public:
   /// @param buffers  where segments come from; a pool of its own if null.
   /// @throws std::invalid_argument if `pool` is null, or `head_dim` or `n_kv_heads` is below 1 or a
-  ///         block of them has more bytes than can be counted.
+  ///         block of them has more than 2^30 bytes in fp32.
   explicit MLXBlockStorage(std::shared_ptr<BlockPoolAllocator> pool, std::int64_t head_dim,
                            std::int64_t n_kv_heads = 1,
                            std::shared_ptr<MlxBufferPool> buffers = nullptr);

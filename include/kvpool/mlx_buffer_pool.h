@@ -37,12 +37,12 @@ class MlxBuffer {
 
  private:
   friend class detail::BufferPoolState;
-  MlxBuffer(std::shared_ptr<detail::BufferPoolState> pool, detail::BufferEntry* entry,
-            std::size_t byte_len, mlx::core::Dtype dtype, mlx::core::Shape shape);
+  MlxBuffer(const std::shared_ptr<detail::BufferPoolState>& pool, detail::BufferEntry& entry,
+            std::size_t byte_len, mlx::core::Dtype dtype, mlx::core::Shape&& shape);
 
   std::shared_ptr<detail::BufferPoolState> pool_;
   detail::BufferEntry* entry_;
-  std::uint64_t generation_;
+  std::uint64_t hand_out_;
   std::size_t byte_len_;
   std::size_t capacity_;
   mlx::core::Dtype dtype_;
@@ -76,7 +76,8 @@ class MlxBufferPool {
   MlxBufferPool& operator=(const MlxBufferPool&) = delete;
 
   /// @param byte_len  1 or more, and at least what `shape` of `dtype` needs.
-  /// @throws std::invalid_argument if the arguments do not fit; what MLX throws when out of memory.
+  /// @throws std::invalid_argument if the arguments do not fit; std::bad_alloc or
+  ///         what MLX throws when out of memory.
   MlxBuffer alloc(mlx::core::Device device, std::size_t byte_len, mlx::core::Dtype dtype,
                   mlx::core::Shape shape);
   /// alloc() for a whole step: all buffers, in order, or an exception and none.

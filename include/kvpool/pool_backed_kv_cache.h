@@ -90,6 +90,7 @@ class PoolBackedKVCache {
   std::int64_t capacity() const noexcept;
   std::int64_t n_blocks(std::int64_t n_tokens, std::int64_t n_rows) const noexcept;
   Blocks allocate(std::int64_t n_blocks) const;
+  bool own_blocks(std::int64_t n);
   void mark_used(std::int64_t low, std::int64_t high, std::int64_t end);
 
   std::shared_ptr<BlockPoolAllocator> pool_;

@@ -42,7 +42,7 @@ class PooledKVCache final : public KVCache {
   /// release(), and the inner cache forgets its tokens.
   void reset() override;
   std::int64_t size() const override { return values_.n_tokens; }
-  /// Blocks of keys and of values together.
+  /// Blocks of keys and of values together that nobody has freed elsewhere.
   std::int64_t n_blocks_held() const noexcept;
 
   const std::shared_ptr<KVCache>& inner() const noexcept { return inner_; }
@@ -58,6 +58,7 @@ class PooledKVCache final : public KVCache {
   /// Tokens without a slot once one more comes: none while the last block has room.
   std::int64_t tokens_to_check_out(Lane& lane);
   void advance(Lane& lane, std::span<const Block> blocks) noexcept;
+  void mark_last(const Lane& lane) noexcept;
   void append_to(Lane& lane, auto append_inner);
 
   std::shared_ptr<KVCache> inner_;

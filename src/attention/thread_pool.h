@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -27,15 +28,19 @@ class ThreadPool {
   void for_each(std::size_t n_items, const std::function<void(std::size_t)>& run);
 
   /// The process's own pool. Its size is KVPOOL_THREADS if set, else one per CPU.
+  /// @throws std::invalid_argument, at every call, if KVPOOL_THREADS is no number of threads.
   static ThreadPool& shared();
 
  private:
   struct Job;
   void work(const std::stop_token& stop);
+  /// No thread takes up the job any more; those at it go on.
+  void retire(const std::shared_ptr<Job>& job);
 
   std::mutex mutex_;
   std::condition_variable_any wake_;
   std::vector<std::shared_ptr<Job>> jobs_;
+  std::atomic<std::size_t> n_jobs_{0};
   std::vector<std::jthread> workers_;
 };
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <span>
 #include <stdexcept>
+#include <utility>
 
 #include "util/concat.h"
 #include "util/shape_text.h"
@@ -156,26 +157,30 @@ PoolBackedKVCache::KeysAndValues PoolBackedKVCache::update_and_fetch(const mx::a
   }
   KeysAndValues fetched{first_tokens(buffers.first, end), first_tokens(buffers.second, end)};
 
-  const bool shared =
-      shared_ && !blocks_.keys.empty() && pool_->ref_count(blocks_.keys.front()) > 1;
-  const std::int64_t n_owned = shared ? 0 : static_cast<std::int64_t>(blocks_.keys.size());
-  const Blocks added = allocate(n_blocks(new_capacity, keys.shape(0)) - n_owned);
-  if (shared) {
-    pool_->release(blocks_.keys);
-    pool_->release(blocks_.values);
-    blocks_ = {};
-  }
-  blocks_.keys.insert(blocks_.keys.end(), added.keys.begin(), added.keys.end());
-  blocks_.values.insert(blocks_.values.end(), added.values.begin(), added.values.end());
+  const bool grows = new_capacity > capacity();
+  const bool was_shared = own_blocks(n_blocks(new_capacity, keys.shape(0)));
   buffers_ = std::move(buffers);
-  if (added.keys.empty()) {
-    mark_used(offset_, end, end);
-  } else {
-    mark_used(shared ? 0 : offset_, new_capacity, end);
-  }
-  shared_ = false;
+  mark_used(was_shared ? 0 : offset_, was_shared || grows ? new_capacity : end, end);
   offset_ = end;
   return fetched;
+}
+
+/// Holds `n` blocks of each stream from here on, and shares none. All or nothing.
+/// @return whether a fork held them too, so that none is marked as this cache's tokens fill it.
+bool PoolBackedKVCache::own_blocks(std::int64_t n) {
+  const bool were_shared = shared_;
+  const bool shared =
+      were_shared && !blocks_.keys.empty() && pool_->ref_count(blocks_.keys.front()) > 1;
+  const std::int64_t n_owned = shared ? 0 : static_cast<std::int64_t>(blocks_.keys.size());
+  const Blocks added = allocate(n - n_owned);
+  const auto n_kept = static_cast<std::size_t>(std::min(n, n_owned));
+  for (auto [held, taken] : {std::pair{&blocks_.keys, &added.keys}, {&blocks_.values, &added.values}}) {
+    pool_->release(std::span(*held).subspan(n_kept));
+    held->erase(held->begin() + static_cast<std::ptrdiff_t>(n_kept), held->end());
+    held->insert(held->end(), taken->begin(), taken->end());
+  }
+  shared_ = false;
+  return were_shared;
 }
 
 void PoolBackedKVCache::release() {
@@ -204,9 +209,8 @@ void PoolBackedKVCache::set_state(const std::optional<KeysAndValues>& state) {
   }
   require_pair(state->first, state->second);
   const std::int64_t length = state->first.shape(2);
-  Blocks blocks = allocate(n_blocks(length, state->first.shape(0)));
-  forget();
-  blocks_ = std::move(blocks);
+  if (!held()) forget();
+  own_blocks(n_blocks(length, state->first.shape(0)));
   buffers_ = state;
   mark_used(0, length, length);
   offset_ = length;

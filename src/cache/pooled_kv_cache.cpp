@@ -30,7 +30,10 @@ PooledKVCache::PooledKVCache(std::shared_ptr<KVCache> inner,
 PooledKVCache::~PooledKVCache() { release(); }
 
 std::int64_t PooledKVCache::tokens_to_check_out(Lane& lane) {
-  if (!lane.blocks.empty() && !lane.blocks.back().live()) lane.blocks.clear();
+  if (!lane.blocks.empty() && !lane.blocks.back().live()) {
+    pool_->release(lane.blocks);
+    lane.blocks.clear();
+  }
   const std::int64_t first_without_slot =
       static_cast<std::int64_t>(lane.blocks.size()) * pool_->config().block_size;
   return std::max<std::int64_t>(0, lane.n_tokens + 1 - first_without_slot);
@@ -38,8 +41,17 @@ std::int64_t PooledKVCache::tokens_to_check_out(Lane& lane) {
 
 void PooledKVCache::advance(Lane& lane, std::span<const Block> blocks) noexcept {
   lane.blocks.insert(lane.blocks.end(), blocks.begin(), blocks.end());
-  pool_->mark_used(lane.blocks.back(), lane.n_tokens % pool_->config().block_size + 1);
   ++lane.n_tokens;
+  mark_last(lane);
+}
+
+/// Another thread may have freed the blocks; then there is nothing to say.
+void PooledKVCache::mark_last(const Lane& lane) noexcept {
+  const auto n_before = static_cast<std::int64_t>(lane.blocks.size()) - 1;
+  try {
+    pool_->mark_used(lane.blocks.back(), lane.n_tokens - n_before * pool_->config().block_size);
+  } catch (const std::invalid_argument&) {
+  }
 }
 
 void PooledKVCache::append_to(Lane& lane, auto append_inner) {
@@ -72,17 +84,21 @@ void PooledKVCache::append(const mx::array& k, const mx::array& v) {
     return;
   }
   auto [k_blocks, v_blocks] = pool_->allocate_kv(n, owner_, format_);
+  bool has_key = false;
   try {
     keys_.blocks.reserve(keys_.blocks.size() + k_blocks.size());
     values_.blocks.reserve(values_.blocks.size() + v_blocks.size());
     inner_->append_key(k);
     advance(keys_, k_blocks);
-    k_blocks.clear();
+    has_key = true;
     inner_->append_value(v);
   } catch (...) {
-    pool_->release(k_blocks);
     pool_->release(v_blocks);
-    drop_last_key();
+    if (has_key) {
+      drop_last_key();
+    } else {
+      pool_->release(k_blocks);
+    }
     throw;
   }
   advance(values_, v_blocks);
@@ -95,9 +111,10 @@ std::int64_t PooledKVCache::memory_bytes() const { return inner_->memory_bytes()
 bool PooledKVCache::drop_last_key() {
   if (keys_.n_tokens <= values_.n_tokens || !inner_->drop_last_key()) return false;
   --keys_.n_tokens;
-  const std::int64_t used = keys_.n_tokens % pool_->config().block_size;
-  if (used > 0) {
-    pool_->mark_used(keys_.blocks.back(), used);
+  if (keys_.blocks.empty()) return true;
+  const auto n_before = static_cast<std::int64_t>(keys_.blocks.size()) - 1;
+  if (keys_.n_tokens > n_before * pool_->config().block_size) {
+    mark_last(keys_);
   } else {
     pool_->release({&keys_.blocks.back(), 1});
     keys_.blocks.pop_back();
@@ -120,7 +137,8 @@ void PooledKVCache::reset() {
 }
 
 std::int64_t PooledKVCache::n_blocks_held() const noexcept {
-  return static_cast<std::int64_t>(keys_.blocks.size() + values_.blocks.size());
+  return std::ranges::count_if(keys_.blocks, &Block::live) +
+         std::ranges::count_if(values_.blocks, &Block::live);
 }
 
 }  // namespace kvpool

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <string_view>
 
 namespace kvpool::codec {
@@ -33,6 +32,7 @@ struct Format {
 };
 
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxBlockSize = 65536;
 
 /// One KV head of one block: the unit of encode(), decode() and of the kernels. The parts of a
 /// block's heads lie one behind the other.
@@ -52,7 +52,7 @@ struct PartGeometry {
 };
 
 /// @throws std::invalid_argument unless head_dim is a multiple of 8 up to kMaxHeadDim,
-///         1 <= block_size <= 65536, and the format's group_size and hadamard are allowed.
+///         1 <= block_size <= kMaxBlockSize, and the format's group_size and hadamard are allowed.
 void validate(const PartGeometry& geometry);
 
 /// Bytes of one head's part, and of the block with all its heads. `geometry` must validate.

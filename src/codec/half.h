@@ -42,7 +42,6 @@ inline std::uint16_t half_below(float value) noexcept {
   if (value <= -kHalfMax) return 0xFBFFU;
   const std::uint16_t nearest = float_to_half(value);
   if (half_to_float(nearest) <= value) return nearest;
-  if (nearest == 0) return 0x8001U;
   return static_cast<std::uint16_t>((nearest & 0x8000U) != 0 ? nearest + 1U : nearest - 1U);
 }
 

@@ -51,7 +51,7 @@ struct KeyKernels {
   void (*decode)(const PartShape&, const std::byte* part, int first_token, int n_tokens,
                  float* rows);
   /// What scores() wants to know of (n_queries, head_dim) queries, in prepared_bytes() bytes at an
-  /// address that is a multiple of 64.
+  /// address that is a multiple of 64. Good for any block_size.
   std::size_t (*prepared_bytes)(const PartShape&, int n_queries);
   void (*prepare)(const PartShape&, const float* queries, int n_queries, std::byte* prepared);
   /// scores[q * stride + c] = queries[q] . key[c]
@@ -80,6 +80,8 @@ struct KernelTable {
   float (*max)(const float* values, std::size_t n);
   /// Each value becomes exp(value - shift), 0 for -infinity. Returns their sum.
   float (*exp_sum)(float* values, std::size_t n, float shift);
+  /// Each value becomes cap * tanh(value / cap).
+  void (*soft_cap)(float* values, std::size_t n, float cap);
   void (*scale)(float* values, std::size_t n, float factor);
 
   const KeyKernels& of_keys(Layout layout) const noexcept {
@@ -95,7 +97,7 @@ struct Level {
   const KernelTable* table;
   bool available;
 };
-std::span<const Level> levels();
+std::span<const Level> levels();  // In levels_<architecture>.cpp.
 
 /// @throws std::invalid_argument if no level is so named or this CPU lacks it, listing those
 ///         allowed.

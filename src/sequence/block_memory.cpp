@@ -10,10 +10,15 @@ namespace kvpool {
 
 namespace detail {
 
+BlockBytes::BlockBytes(std::shared_ptr<BlockMemory> memory, Place place) noexcept
+    : memory_(std::move(memory)),
+      place_(place),
+      address_(place.segment->version.data<std::byte>() + place.offset()) {}
+
 BlockBytes::~BlockBytes() { memory_->give_back(place_); }
 
 BlockMemory::BlockMemory(std::shared_ptr<MlxBufferPool> buffers)
-    : places_(std::move(buffers)), chain_(mx::array({std::uint8_t{0}}, mx::uint8)) {}
+    : places_(std::move(buffers)), chain_({std::uint8_t{0}}, mx::uint8) {}
 
 std::shared_ptr<BlockBytes> BlockMemory::take(std::size_t bytes) {
   std::unique_lock guard(places_mutex_);

@@ -17,28 +17,28 @@ class BlockMemory;
 /// the next taker's, whose ops come later in the chain than all that read this block.
 class BlockBytes {
  public:
-  BlockBytes(std::shared_ptr<BlockMemory> memory, Place place) noexcept
-      : memory_(std::move(memory)), place_(place) {}
+  BlockBytes(std::shared_ptr<BlockMemory> memory, Place place) noexcept;
   ~BlockBytes();
   BlockBytes(const BlockBytes&) = delete;
   BlockBytes& operator=(const BlockBytes&) = delete;
 
-  std::byte* address() const noexcept { return place_.segment->base + place_.offset(); }
-  /// Keeps the segment's buffer from being freed or handed on.
+  std::byte* address() const noexcept { return address_; }
+  /// Keeps the segment from being freed or handed on.
   const std::shared_ptr<mlx::core::array::Data>& buffer() const noexcept {
     return place_.segment->version.data_shared_ptr();
   }
 
  private:
-  std::shared_ptr<BlockMemory> memory_;
-  Place place_;
+  const std::shared_ptr<BlockMemory> memory_;
+  const Place place_;
+  std::byte* const address_;
 };
 
 /// The places that blocks lie in, and the order of all ops on them. Thread-safe.
 ///
-/// The order is a chain of one-byte arrays: an op on blocks takes the latest as an input and leaves
-/// the next as an output, so that MLX runs them one after the other, whatever it runs late and on
-/// whichever stream.
+/// The order is a chain of one-byte arrays: an op on blocks takes the latest as its first input and
+/// leaves the next as its first output, so that MLX runs them one after the other, however late and
+/// on whichever stream.
 class BlockMemory : public std::enable_shared_from_this<BlockMemory> {
  public:
   explicit BlockMemory(std::shared_ptr<MlxBufferPool> buffers);
@@ -46,13 +46,13 @@ class BlockMemory : public std::enable_shared_from_this<BlockMemory> {
   std::shared_ptr<BlockBytes> take(std::size_t bytes);
   std::size_t resident_bytes() const;
 
-  /// Runs `make_op(latest)` -> next, with no other op coming between.
+  /// Puts `make_op(latest)` in the place of the latest link, with no other op coming between.
   template <typename MakeOp>
-  void order(MakeOp make_op) {
+  void extend_chain(MakeOp make_op) {
     const std::lock_guard guard(chain_mutex_);
     chain_ = make_op(chain_);
   }
-  mlx::core::array latest() const {
+  mlx::core::array latest_link() const {
     const std::lock_guard guard(chain_mutex_);
     return chain_;
   }

@@ -3,7 +3,6 @@
 #include <mlx/ops.h>
 #include <mlx/utils.h>
 
-#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
@@ -20,8 +19,16 @@ namespace kvpool {
 
 namespace {
 
+/// A segment is a power of two of bytes along one of MLX's dimensions, which are 32-bit.
+constexpr std::int64_t kLargestBlock = std::int64_t{1} << 30;
+
 std::string message(const auto&... parts) {
   return detail::concat("MLXBlockStorage: ", parts...);
+}
+
+std::invalid_argument not_held(const Block& block) {
+  return std::invalid_argument(message(
+      "block ", block.block_id(), " is not held: its handle was freed, or is of another pool"));
 }
 
 mx::Stream cpu_stream() {
@@ -48,7 +55,8 @@ class MLXBlockStorage::Segments {
     Home& home = home_of(block, place, pool);
     place.offset = home.place.offset();
     mx::array& segment = home.place.segment->version;
-    if (!std::exchange(home.cleared, true)) detail::clear_block(segment, place, stream);
+    if (!home.cleared) detail::clear_block(segment, place, stream);
+    home.cleared = true;
     return {segment, place};
   }
 
@@ -79,6 +87,7 @@ class MLXBlockStorage::Segments {
     if (found != homes_.end()) {
       Home& home = found->second;
       if (home.block.life() == block.life()) return home;
+      if (home.block.life() > block.life()) throw not_held(block);
       if (home.format == place.format) {
         home.block = block;
         home.cleared = false;
@@ -128,10 +137,10 @@ MLXBlockStorage::MLXBlockStorage(std::shared_ptr<BlockPoolAllocator> pool, std::
   if (__builtin_mul_overflow(bytes, head_dim, &bytes) ||
       __builtin_mul_overflow(bytes, n_kv_heads, &bytes) ||
       __builtin_mul_overflow(bytes, pool_->config().block_size, &bytes) ||
-      bytes > std::numeric_limits<mx::ShapeElem>::max()) {
+      bytes > kLargestBlock) {
     throw std::invalid_argument(
         message("an fp32 block of block_size ", pool_->config().block_size, ", n_kv_heads ",
-                n_kv_heads, " and head_dim ", head_dim, " must have less than 2^31 bytes"));
+                n_kv_heads, " and head_dim ", head_dim, " must have at most 2^30 bytes"));
   }
 }
 
@@ -141,10 +150,7 @@ namespace {
 
 /// Where the block's rows go, but for the offset.
 detail::BlockPlace place_of(const Block& block, const MLXBlockStorage& storage) {
-  if (!block.live() || !storage.pool()->is_held(block)) {
-    throw std::invalid_argument(message(
-        "block ", block.block_id(), " is not held: its handle was freed, or is of another pool"));
-  }
+  if (!block.live() || !storage.pool()->is_held(block)) throw not_held(block);
   return {0, block_format(block.format()), storage.n_kv_heads(),
           storage.pool()->config().block_size, storage.head_dim()};
 }

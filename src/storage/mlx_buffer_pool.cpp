@@ -10,6 +10,7 @@
 #include <deque>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <optional>
 
 #include "pool/backoff_mutex.h"
@@ -22,6 +23,7 @@ namespace kvpool::detail {
 namespace {
 
 constexpr std::size_t kClasses = std::numeric_limits<std::size_t>::digits;
+constexpr std::size_t kLargest = std::size_t{1} << (kClasses - 2);
 
 std::string message(const auto&... parts) { return concat("MlxBufferPool: ", parts...); }
 
@@ -33,7 +35,9 @@ std::size_t size_class(std::size_t byte_len) {
 mx::array zeroed_bytes(std::size_t capacity) {
   constexpr std::size_t kWidest = std::size_t{1} << 30;
   mx::allocator::Data data = mx::allocator::malloc(capacity);
-  std::memset(data.buffer().raw_ptr(), 0, capacity);
+  void* memory = data.buffer().raw_ptr();
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0, capacity);
   const auto width = static_cast<mx::ShapeElem>(std::min(capacity, kWidest));
   const auto height = static_cast<mx::ShapeElem>(std::max(capacity / kWidest, std::size_t{1}));
   return mx::array(std::move(data), mx::Shape{height, width}, mx::uint8);
@@ -52,56 +56,82 @@ std::size_t bytes_of(const mx::Shape& shape, mx::Dtype dtype) {
   return bytes;
 }
 
+void validate(std::size_t byte_len, mx::Dtype dtype, const mx::Shape& shape) {
+  if (byte_len == 0 || byte_len > kLargest) {
+    throw std::invalid_argument(message("byte_len must be 1 to ", kLargest, ", got ", byte_len));
+  }
+  const std::size_t needed = bytes_of(shape, dtype);
+  if (needed > byte_len) {
+    throw std::invalid_argument(message("byte_len must be at least the ", needed,
+                                        " bytes of shape and dtype, got ", byte_len));
+  }
+}
+
+/// MLX's memory is one for all devices of a backend, so that any free buffer will do.
+void require_available(mx::Device device) {
+  if (mx::is_available(device)) return;
+  throw std::invalid_argument(
+      message("device ", device == mx::Device::gpu ? "gpu" : "cpu", " is not one of this MLX"));
+}
+
+// A hand-out in one word, so that a handle and its buffer compare in one step: a number that grows
+// by kNextHandOut, plus how it stands.
+constexpr std::uint64_t kReleased = 1;
+constexpr std::uint64_t kReset = 2;
+constexpr std::uint64_t kNextHandOut = 4;
+
+void grow_to(std::vector<BufferEntry*>& entries, std::size_t n) {
+  if (entries.capacity() < n) entries.reserve(std::max(n, 2 * entries.capacity()));
+}
+
 }  // namespace
 
-enum class BufferStanding : std::uint8_t { kInUse, kReleased, kReset };
-
-/// A place for one buffer; outlives the buffers that pass through it.
-struct BufferEntry {
-  std::optional<mx::array> bytes;
-  std::atomic<std::uint64_t> generation{0};  ///< Grows when the buffer is handed out.
-  std::atomic<BufferStanding> standing{BufferStanding::kReleased};
-  std::size_t capacity = 0;
-  BufferEntry* older = nullptr;  ///< Neighbours in the list of those in use, or of the free ones.
-  BufferEntry* newer = nullptr;
-  BufferEntry* below = nullptr;  ///< Neighbours in the free stack of its class.
+/// A place for one buffer; outlives the buffers that pass through it. A line of the cache holds all
+/// that handing it out and taking it back touches.
+struct alignas(64) BufferEntry {
+  std::shared_ptr<mx::array::Data> data;
+  std::atomic<std::uint64_t> hand_out{kReleased};
+  std::uint64_t freed_at = 0;
+  BufferEntry* below = nullptr;  ///< Neighbours in the stack of free buffers of its class.
   BufferEntry* above = nullptr;
+  std::uint32_t in_use_index = 0;
+  std::uint8_t cls = 0;
+  std::optional<mx::array> bytes;  ///< Over `data`.
+
+  std::size_t capacity() const noexcept { return std::size_t{1} << cls; }
+  /// Whether arrays besides `bytes` refer to the memory. If none does, all that ran on it is seen.
+  bool is_referred_to() const noexcept {
+    constexpr long kOwnReferences = 2;
+    if (data.use_count() > kOwnReferences) return true;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return false;
+  }
 };
 
-class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
+class BufferPoolState {
  public:
   explicit BufferPoolState(std::size_t max_free_bytes) : max_free_bytes_(max_free_bytes) {}
 
-  void validate(const BufferRequest& request) const {
-    if (request.byte_len == 0 || request.byte_len > std::bit_floor(SIZE_MAX) / 2) {
-      throw std::invalid_argument(message("byte_len must be 1 to ", std::bit_floor(SIZE_MAX) / 2,
-                                          ", got ", request.byte_len));
-    }
-    const std::size_t needed = bytes_of(request.shape, request.dtype);
-    if (needed > request.byte_len) {
-      throw std::invalid_argument(message("byte_len must be at least the ", needed,
-                                          " bytes of shape and dtype, got ", request.byte_len));
-    }
-  }
-
-  MlxBuffer alloc(std::size_t byte_len, mx::Dtype dtype, mx::Shape shape) {
+  /// @param self  what the handles keep alive: this.
+  MlxBuffer alloc(const std::shared_ptr<BufferPoolState>& self, std::size_t byte_len,
+                  mx::Dtype dtype, mx::Shape&& shape) {
     const std::lock_guard guard(mutex_);
-    BufferEntry* entry = take(size_class(byte_len));
-    return MlxBuffer(shared_from_this(), entry, byte_len, dtype, std::move(shape));
+    return MlxBuffer(self, take(size_class(byte_len)), byte_len, dtype, std::move(shape));
   }
 
-  std::vector<MlxBuffer> alloc_batch(std::span<const BufferRequest> requests) {
+  std::vector<MlxBuffer> alloc_batch(const std::shared_ptr<BufferPoolState>& self,
+                                     std::span<const BufferRequest> requests) {
     std::vector<MlxBuffer> buffers;
     buffers.reserve(requests.size());
     const std::lock_guard guard(mutex_);
+    const std::size_t n_before = in_use_.size();
     try {
       for (const BufferRequest& request : requests) {
-        BufferEntry* entry = take(size_class(request.byte_len));
-        buffers.push_back(MlxBuffer(shared_from_this(), entry, request.byte_len, request.dtype,
-                                    request.shape));
+        buffers.push_back(MlxBuffer(self, take(size_class(request.byte_len)), request.byte_len,
+                                    request.dtype, mx::Shape(request.shape)));
       }
     } catch (...) {
-      for (const MlxBuffer& buffer : buffers) give_back(*buffer.entry_, BufferStanding::kReleased);
+      while (in_use_.size() > n_before) give_back(*in_use_.back(), kReleased);
       throw;
     }
     return buffers;
@@ -112,14 +142,12 @@ class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
       throw std::invalid_argument(message("the buffer is of another pool"));
     }
     const std::lock_guard guard(mutex_);
-    BufferEntry& entry = *buffer.entry_;
-    require_not_reused(buffer);
-    if (entry.standing == BufferStanding::kInUse) give_back(entry, BufferStanding::kReleased);
+    if (holds(buffer)) give_back(*buffer.entry_, kReleased);
   }
 
   void reset() {
     const std::lock_guard guard(mutex_);
-    while (in_use_.newest != nullptr) give_back(*in_use_.newest, BufferStanding::kReset);
+    while (!in_use_.empty()) give_back(*in_use_.back(), kReset);
   }
 
   void clear() {
@@ -129,13 +157,9 @@ class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
 
   mx::array array(const MlxBuffer& buffer) {
     const std::lock_guard guard(mutex_);
-    require_not_reused(buffer);
-    BufferEntry& entry = *buffer.entry_;
-    if (entry.standing != BufferStanding::kInUse) {
-      throw StaleBufferError(message("the buffer was released"));
-    }
+    if (!holds(buffer)) throw StaleBufferError(message("the buffer was released"));
     mx::array view(buffer.shape_, buffer.dtype_, nullptr, {});
-    view.copy_shared_buffer(*entry.bytes, view.strides(), {true, true, view.ndim() < 2},
+    view.copy_shared_buffer(*buffer.entry_->bytes, view.strides(), {true, true, view.ndim() < 2},
                             view.size());
     view.set_status(mx::array::Status::available);
     return view;
@@ -143,7 +167,7 @@ class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
 
   std::size_t free_count() const {
     const std::lock_guard guard(mutex_);
-    return free_.count;
+    return free_count_;
   }
   std::size_t free_bytes() const {
     const std::lock_guard guard(mutex_);
@@ -151,7 +175,7 @@ class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
   }
   std::size_t in_use_count() const {
     const std::lock_guard guard(mutex_);
-    return in_use_.count;
+    return in_use_.size();
   }
   std::size_t created_bytes() const {
     const std::lock_guard guard(mutex_);
@@ -160,141 +184,136 @@ class BufferPoolState : public std::enable_shared_from_this<BufferPoolState> {
   std::size_t max_free_bytes() const noexcept { return max_free_bytes_; }
 
  private:
-  /// Entries in the order in which they came.
-  struct Queue {
-    BufferEntry* oldest = nullptr;
-    BufferEntry* newest = nullptr;
-    std::size_t count = 0;
-
-    void push(BufferEntry& entry) noexcept {
-      entry.older = newest;
-      entry.newer = nullptr;
-      (newest != nullptr ? newest->newer : oldest) = &entry;
-      newest = &entry;
-      ++count;
-    }
-    void remove(BufferEntry& entry) noexcept {
-      (entry.older != nullptr ? entry.older->newer : oldest) = entry.newer;
-      (entry.newer != nullptr ? entry.newer->older : newest) = entry.older;
-      --count;
-    }
+  /// Free buffers of one size; the one used last is on top.
+  struct Stack {
+    BufferEntry* top = nullptr;
+    BufferEntry* bottom = nullptr;
   };
 
-  static void require_not_reused(const MlxBuffer& buffer) {
-    const BufferEntry& entry = *buffer.entry_;
-    if (entry.generation != buffer.generation_) {
-      throw StaleBufferError(message("the buffer was given back and handed on since"));
-    }
-    if (entry.standing == BufferStanding::kReset) {
-      throw StaleBufferError(message("the pool was reset since the buffer was handed out"));
+  /// False if the buffer was released; throws if it was reset or handed on since.
+  static bool holds(const MlxBuffer& buffer) {
+    switch (buffer.entry_->hand_out.load(std::memory_order_relaxed) - buffer.hand_out_) {
+      case 0:
+        return true;
+      case kReleased:
+        return false;
+      case kReset:
+        throw StaleBufferError(message("the pool was reset since the buffer was handed out"));
+      default:
+        throw StaleBufferError(message("the buffer was given back and handed on since"));
     }
   }
 
-  BufferEntry* take(std::size_t cls) {
-    BufferEntry* entry = tops_[cls];
-    if (entry == nullptr && cls + 1 < kClasses) entry = tops_[cls + 1];
+  BufferEntry& take(std::size_t cls) {
+    BufferEntry* entry = stacks_[cls].top;
+    if (entry == nullptr) entry = stacks_[cls + 1].top;
     if (entry != nullptr) {
       remove_free(*entry);
     } else {
-      entry = create(std::size_t{1} << cls);
+      entry = &create(cls);
     }
-    entry->generation.fetch_add(1, std::memory_order_relaxed);
-    entry->standing.store(BufferStanding::kInUse, std::memory_order_release);
-    in_use_.push(*entry);
-    return entry;
+    const std::uint64_t last = entry->hand_out.load(std::memory_order_relaxed);
+    entry->hand_out.store((last & ~(kNextHandOut - 1)) + kNextHandOut, std::memory_order_release);
+    entry->in_use_index = static_cast<std::uint32_t>(in_use_.size());
+    in_use_.push_back(entry);
+    return *entry;
   }
 
-  BufferEntry* create(std::size_t capacity) {
-    mx::array bytes = zeroed_bytes(capacity);
+  BufferEntry& create(std::size_t cls) {
+    mx::array bytes = zeroed_bytes(std::size_t{1} << cls);
     if (spare_.empty()) {
-      spare_.reserve(entries_.size() + 1);
+      grow_to(spare_, entries_.size() + 1);
+      grow_to(in_use_, entries_.size() + 1);
       spare_.push_back(&entries_.emplace_back());
     }
-    BufferEntry* entry = spare_.back();
+    BufferEntry& entry = *spare_.back();
     spare_.pop_back();
-    entry->bytes = std::move(bytes);
-    entry->capacity = capacity;
-    created_bytes_ += capacity;
+    entry.data = bytes.data_shared_ptr();
+    entry.bytes = std::move(bytes);
+    entry.cls = static_cast<std::uint8_t>(cls);
+    created_bytes_ += entry.capacity();
     return entry;
   }
 
   /// Memory that an array still refers to is left to that array: handing it on would be aliasing.
-  void give_back(BufferEntry& entry, BufferStanding standing) noexcept {
-    entry.standing.store(standing, std::memory_order_release);
-    in_use_.remove(entry);
-    if (entry.bytes->data_shared_ptr().use_count() > 1) {
+  void give_back(BufferEntry& entry, std::uint64_t standing) noexcept {
+    entry.hand_out.store(entry.hand_out.load(std::memory_order_relaxed) + standing,
+                         std::memory_order_release);
+    in_use_.back()->in_use_index = entry.in_use_index;
+    in_use_[entry.in_use_index] = in_use_.back();
+    in_use_.pop_back();
+    if (entry.capacity() > max_free_bytes_ || entry.is_referred_to()) {
       drop(entry);
       return;
     }
-    BufferEntry*& top = tops_[size_class(entry.capacity)];
-    entry.below = top;
+    Stack& stack = stacks_[entry.cls];
+    entry.freed_at = ++n_freed_;
+    entry.below = stack.top;
     entry.above = nullptr;
-    if (top != nullptr) top->above = &entry;
-    top = &entry;
-    free_.push(entry);
-    free_bytes_ += entry.capacity;
+    (stack.top != nullptr ? stack.top->above : stack.bottom) = &entry;
+    stack.top = &entry;
+    ++free_count_;
+    free_bytes_ += entry.capacity();
     shed(max_free_bytes_);
   }
 
   void remove_free(BufferEntry& entry) noexcept {
-    (entry.above != nullptr ? entry.above->below : tops_[size_class(entry.capacity)]) = entry.below;
-    if (entry.below != nullptr) entry.below->above = entry.above;
-    free_.remove(entry);
-    free_bytes_ -= entry.capacity;
+    Stack& stack = stacks_[entry.cls];
+    (entry.above != nullptr ? entry.above->below : stack.top) = entry.below;
+    (entry.below != nullptr ? entry.below->above : stack.bottom) = entry.above;
+    --free_count_;
+    free_bytes_ -= entry.capacity();
   }
 
   void shed(std::size_t bytes) noexcept {
     while (free_bytes_ > bytes) {
-      BufferEntry& oldest = *free_.oldest;
-      remove_free(oldest);
-      drop(oldest);
+      BufferEntry* oldest = nullptr;
+      for (const Stack& stack : stacks_) {
+        if (stack.bottom != nullptr &&
+            (oldest == nullptr || stack.bottom->freed_at < oldest->freed_at)) {
+          oldest = stack.bottom;
+        }
+      }
+      remove_free(*oldest);
+      drop(*oldest);
     }
   }
 
   void drop(BufferEntry& entry) noexcept {
     entry.bytes.reset();
+    entry.data.reset();
     spare_.push_back(&entry);
   }
 
   const std::size_t max_free_bytes_;
   mutable BackoffMutex mutex_;
   std::deque<BufferEntry> entries_;
-  std::vector<BufferEntry*> spare_;  ///< Entries without a buffer; has room for all.
-  std::array<BufferEntry*, kClasses> tops_{};
-  Queue in_use_;
-  Queue free_;
+  std::vector<BufferEntry*> spare_;   ///< Entries without a buffer; has room for all.
+  std::vector<BufferEntry*> in_use_;  ///< In any order; has room for all.
+  std::array<Stack, kClasses> stacks_{};
+  std::size_t free_count_ = 0;
   std::size_t free_bytes_ = 0;
   std::size_t created_bytes_ = 0;
+  std::uint64_t n_freed_ = 0;
 };
 
 }  // namespace kvpool::detail
 
 namespace kvpool {
 
-namespace {
-
-/// MLX's memory is one for all devices of a backend, so that any free buffer will do.
-void require_available(mx::Device device) {
-  if (mx::is_available(device)) return;
-  throw std::invalid_argument(detail::message(
-      "device ", device == mx::Device::gpu ? "gpu" : "cpu", " is not one of this MLX"));
-}
-
-}  // namespace
-
-MlxBuffer::MlxBuffer(std::shared_ptr<detail::BufferPoolState> pool, detail::BufferEntry* entry,
-                     std::size_t byte_len, mx::Dtype dtype, mx::Shape shape)
-    : pool_(std::move(pool)),
-      entry_(entry),
-      generation_(entry->generation),
+MlxBuffer::MlxBuffer(const std::shared_ptr<detail::BufferPoolState>& pool,
+                     detail::BufferEntry& entry, std::size_t byte_len, mx::Dtype dtype,
+                     mx::Shape&& shape)
+    : pool_(pool),
+      entry_(&entry),
+      hand_out_(entry.hand_out.load(std::memory_order_relaxed)),
       byte_len_(byte_len),
-      capacity_(entry->capacity),
+      capacity_(entry.capacity()),
       dtype_(dtype),
       shape_(std::move(shape)) {}
 
 bool MlxBuffer::live() const noexcept {
-  return entry_->generation == generation_ &&
-         entry_->standing == detail::BufferStanding::kInUse;
+  return entry_->hand_out.load(std::memory_order_acquire) == hand_out_;
 }
 
 mx::array MlxBuffer::array() const { return pool_->array(*this); }
@@ -306,17 +325,16 @@ MlxBufferPool::~MlxBufferPool() = default;
 
 MlxBuffer MlxBufferPool::alloc(mx::Device device, std::size_t byte_len, mx::Dtype dtype,
                                mx::Shape shape) {
-  const BufferRequest request{byte_len, dtype, std::move(shape)};
-  require_available(device);
-  state_->validate(request);
-  return state_->alloc(byte_len, dtype, request.shape);
+  detail::require_available(device);
+  detail::validate(byte_len, dtype, shape);
+  return state_->alloc(state_, byte_len, dtype, std::move(shape));
 }
 
 std::vector<MlxBuffer> MlxBufferPool::alloc_batch(mx::Device device,
                                                   std::span<const BufferRequest> requests) {
-  require_available(device);
-  for (const BufferRequest& request : requests) state_->validate(request);
-  return state_->alloc_batch(requests);
+  detail::require_available(device);
+  for (const auto& [byte_len, dtype, shape] : requests) detail::validate(byte_len, dtype, shape);
+  return state_->alloc_batch(state_, requests);
 }
 
 void MlxBufferPool::release(const MlxBuffer& buffer) { state_->release(buffer); }

@@ -43,11 +43,11 @@ bool SegmentList::has_free(std::size_t place_bytes) const {
 void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes) {
   const std::size_t grown = std::min(size.bytes / kGrowthDivisor, kLargestSegment);
   const std::size_t bytes = std::bit_ceil(std::max(place_bytes, grown));
-  const MlxBuffer buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8,
-                                           {static_cast<mx::ShapeElem>(bytes)});
   const std::size_t n_places = bytes / place_bytes;
   std::vector<std::uint32_t> free(n_places);
   std::iota(free.rbegin(), free.rend(), 0U);
+  const MlxBuffer buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8,
+                                           {static_cast<mx::ShapeElem>(bytes)});
   size.open.push_back(Segment{buffer, buffer.array(), place_bytes, n_places, std::move(free)});
   size.bytes += buffer.capacity();
   resident_bytes_ += buffer.capacity();

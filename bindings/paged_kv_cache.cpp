@@ -1,0 +1,104 @@
+#include "kvpool/paged_kv_cache.h"
+
+#include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+
+namespace kvpool::bindings {
+
+using namespace nb::literals;
+namespace mx = mlx::core;
+
+void bind_paged_kv_cache(nb::module_& m) {
+  nb::class_<PagedStorage>(
+      m, "PagedStorage",
+      "What the paged caches of all layers and requests share: the pool that counts their blocks and\n"
+      "the memory that the blocks lie in. Thread-safe.")
+      .def(nb::init<std::shared_ptr<BlockPoolAllocator>, std::shared_ptr<MlxBufferPool>>(),
+           "pool"_a, "buffers"_a.none() = nb::none())
+      .def_prop_ro("pool", &PagedStorage::pool)
+      .def("resident_bytes", &PagedStorage::resident_bytes, "Bytes of all segments held.");
+
+  nb::class_<PagedKVCacheConfig>(m, "PagedKVCacheConfig", "How a PagedKVCache stores tokens.")
+      .def(
+          "__init__",
+          [](PagedKVCacheConfig* self, std::string key_format, std::string value_format,
+             int group_size, bool hadamard, std::int64_t window, std::int64_t sink,
+             std::int64_t sliding_window) {
+            new (self) PagedKVCacheConfig{std::move(key_format), std::move(value_format), group_size,
+                                          hadamard, window, sink, sliding_window};
+          },
+          "key_format"_a = "raw", "value_format"_a = "raw", "group_size"_a = 32,
+          "hadamard"_a = true, "window"_a = 128, "sink"_a = 16, "sliding_window"_a = 0)
+      .def_ro("key_format", &PagedKVCacheConfig::key_format)
+      .def_ro("value_format", &PagedKVCacheConfig::value_format)
+      .def_ro("group_size", &PagedKVCacheConfig::group_size, "Channels to a scale: 32 or 64.")
+      .def_ro("hadamard", &PagedKVCacheConfig::hadamard)
+      .def_ro("window", &PagedKVCacheConfig::window, "Newest tokens that stay raw.")
+      .def_ro("sink", &PagedKVCacheConfig::sink, "First tokens that stay raw.")
+      .def_ro("sliding_window", &PagedKVCacheConfig::sliding_window,
+              "If not 0: tokens that a query sees, itself among them.")
+      .def(nb::self == nb::self);
+
+  nb::class_<PagedKVCache>(m, "PagedKVCacheCore", nb::is_weak_referenceable(),
+                           "What the paged caches of kvpool keep. Not thread-safe.")
+      .def(
+          "__init__",
+          [](PagedKVCache* self, std::shared_ptr<PagedStorage> storage,
+             const PagedKVCacheConfig& config, const std::vector<Owner>& owners) {
+            new (self) PagedKVCache(std::move(storage), config, owners);
+          },
+          "storage"_a, "config"_a, "owners"_a)
+      .def(
+          "_append",
+          [](PagedKVCache& cache, const mx::array& keys, const mx::array& values,
+             const std::vector<std::int64_t>& first, const std::vector<std::int64_t>& count) {
+            cache.append(keys, values, first, count);
+          },
+          "keys"_a, "values"_a, "first"_a = std::vector<std::int64_t>{},
+          "count"_a = std::vector<std::int64_t>{})
+      .def("_fetch", &PagedKVCache::fetch)
+      .def(
+          "_attend",
+          [](PagedKVCache& cache, const mx::array& queries, float scale, bool causal,
+             std::optional<mx::array> mask, std::optional<mx::array> sinks, std::int64_t window,
+             float soft_cap) {
+            return cache.attend(queries, scale, {causal, std::move(mask)}, sinks, window, soft_cap);
+          },
+          "queries"_a, "scale"_a, "causal"_a, "mask"_a.none(), "sinks"_a.none(), "window"_a,
+          "soft_cap"_a)
+      .def("_lengths", &PagedKVCache::lengths)
+      .def("_trim", &PagedKVCache::trim, "n"_a)
+      .def("_release", &PagedKVCache::release)
+      .def(
+          "_fork_rows",
+          [](PagedKVCache& cache, const PagedKVCache& other,
+             const std::vector<std::int64_t>& indices, const std::vector<Owner>& owners) {
+            cache.fork_rows(other, indices, owners);
+          },
+          "other"_a, "indices"_a, "owners"_a)
+      .def("_take_rows", &PagedKVCache::take_rows, "other"_a)
+      .def(
+          "_keep_rows",
+          [](PagedKVCache& cache, const std::vector<std::int64_t>& indices) {
+            cache.keep_rows(indices);
+          },
+          "indices"_a)
+      .def("_pending", &PagedKVCache::pending)
+      .def("size", &PagedKVCache::size, "Tokens of the longest row.")
+      .def("is_trimmable", &PagedKVCache::is_trimmable,
+           "Whether no block was given back that slid out of reach.")
+      .def_prop_ro("n_rows", &PagedKVCache::n_rows)
+      .def_prop_ro("nbytes", &PagedKVCache::nbytes,
+                   "Bytes of the blocks held; shared ones count for each holder.")
+      .def_prop_ro("storage", &PagedKVCache::storage)
+      .def_prop_ro("config", &PagedKVCache::config, nb::rv_policy::copy)
+      .def_prop_ro("owners", &PagedKVCache::owners);
+}
+
+}  // namespace kvpool::bindings

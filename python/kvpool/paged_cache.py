@@ -1,0 +1,250 @@
+"""The paged caches under mlx_lm's cache protocol: one request's, and a batch of requests'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from . import _route
+from ._core import PagedKVCacheConfig, PagedKVCacheCore, PagedStorage
+
+
+class CausalMask(str):
+    """The mask "causal" with the window that the model asked for: what a routed layer needs to know."""
+
+    window: int
+
+    def __new__(cls, window: int | None) -> CausalMask:
+        mask = super().__new__(cls, "causal")
+        mask.window = window or 0
+        return mask
+
+
+class _Paged(PagedKVCacheCore):
+    """What the two share: attention over the blocks, and the arrays that stand for them elsewhere."""
+
+    _fetched: tuple[Any, Any] | None = None
+
+    def _fetch_lazily(self) -> tuple[Any, Any]:
+        self._fetched = self._fetch()
+        return self._fetched
+
+    def holds(self, keys: Any) -> bool:
+        """Whether ``keys`` is what the last ``update_and_fetch`` returned, unchanged."""
+        return self._fetched is not None and keys is self._fetched[0]
+
+    def attend(self, queries: Any, scale: float, mask: Any = None, sinks: Any = None, soft_cap: float = 0.0) -> Any:
+        """Attention over all tokens where they lie, as mlx_lm's ``scaled_dot_product_attention``.
+
+        Args:
+            queries: (B, n_heads, S, head_dim), of the tokens appended last.
+            scale: factor of the scores.
+            mask: None, "causal", or a bool or additive array that broadcasts to (B, n_heads, S, tokens).
+            sinks: one logit a head that takes part in the softmax and has no value, or None.
+            soft_cap: if not 0, scores become ``soft_cap * tanh(score / soft_cap)``.
+
+        Returns (B, n_heads, S, value head_dim) of the queries' type. Raises ValueError naming what does
+        not fit.
+        """
+        if isinstance(mask, str):
+            if mask != "causal":
+                raise ValueError(f"attend: mask must be None, 'causal' or an array, got {mask!r}")
+            return self._attend(queries, scale, True, None, sinks, getattr(mask, "window", 0), soft_cap)
+        return self._attend(queries, scale, False, mask, sinks, 0, soft_cap)
+
+    @property
+    def meta_state(self) -> str:
+        return ""
+
+
+class PagedKVCache(_Paged):
+    """One attention layer's keys and values in blocks of a pool, attended where they lie.
+
+    A drop-in for mlx_lm's KVCache. With ``kvpool.mlx_lm.install()`` models attend over the blocks; without
+    it ``update_and_fetch`` gathers them into plain arrays, which works everywhere, slower.
+
+    ``copy.deepcopy`` is a fork: it shares every block by reference, and copies the open one when a side
+    appends. Not thread-safe; the storage may be shared between threads.
+    """
+
+    def __init__(self, storage: PagedStorage, config: PagedKVCacheConfig | None = None, owner: int | None = None):
+        owner = storage.pool.new_owner() if owner is None else owner
+        super().__init__(storage, config or PagedKVCacheConfig(), [owner])
+
+    @property
+    def offset(self) -> int:
+        """Tokens held, those that slid out of a window included."""
+        return self._lengths()[0] if self.n_rows else 0
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Appends (B, n_kv_heads, S, head_dim) and returns all tokens; arrays that nobody evaluates cost nothing.
+
+        Raises BlockPoolExhaustedError or ValueError, and changes nothing.
+        """
+        self._fetched = None
+        if keys.ndim == 4 and keys.shape[0] != self.n_rows and self.size() == 0:
+            self._fork_rows(self, [0] * keys.shape[0], [self.owners[0]] * keys.shape[0])
+        self._append(keys, values)
+        return self._fetch_lazily()
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        window = window_size or self.config.sliding_window or None
+        if _route.is_installed() and not return_array:
+            return CausalMask(window) if N > 1 or window else None
+        from mlx_lm.models.cache import create_attention_mask
+
+        return create_attention_mask(N, self.offset, return_array, window)
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    def trim(self, n: int) -> int:
+        """Forgets up to ``n`` of the last tokens, exactly; returns how many, 0 for a negative ``n``."""
+        self._fetched = None
+        return self._trim(n)
+
+    def release(self) -> None:
+        """Frees all blocks."""
+        self._fetched = None
+        self._release()
+
+    @property
+    def state(self) -> list:
+        """What evaluating makes the cache's pending work run: no copy of the tokens."""
+        return [self._pending()]
+
+    def __deepcopy__(self, memo: dict) -> PagedKVCache:
+        fork = PagedKVCache.__new__(PagedKVCache)
+        owners = _forked_owners(memo, self.storage, self.owners)
+        PagedKVCacheCore.__init__(fork, self.storage, self.config, [])
+        fork._fork_rows(self, list(range(self.n_rows)), owners)
+        memo[id(self)] = fork
+        return fork
+
+    @classmethod
+    def merge(cls, caches: list[PagedKVCache]) -> BatchPagedKVCache:
+        """A batch with a row for each of ``caches``, by reference."""
+        _route.install()
+        return BatchPagedKVCache._joined(caches)
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache(offset={self.offset}, nbytes={self.nbytes})"
+
+
+class BatchPagedKVCache(_Paged):
+    """Rows of different length, nothing padded: mlx_lm's BatchKVCache on blocks.
+
+    Attention is routed to the blocks (``kvpool.mlx_lm.install()``), since no plain array has ragged rows.
+    """
+
+    _left: list[int]
+    _remaining: list[int] | None = None
+
+    @classmethod
+    def _joined(cls, caches: list[PagedKVCache]) -> BatchPagedKVCache:
+        batch = cls.__new__(cls)
+        PagedKVCacheCore.__init__(batch, caches[0].storage, caches[0].config, [])
+        batch._left = [0] * len(caches)
+        for cache in caches:
+            row = PagedKVCacheCore(cache.storage, cache.config, [])
+            row._fork_rows(cache, [0], cache.owners)
+            batch._take_rows(row)
+        return batch
+
+    @property
+    def offset(self) -> Any:
+        """Position of each row's next token: (B,) int32, a new array each time."""
+        return mx.array([n - left for n, left in zip(self._lengths(), self._left)], mx.int32)
+
+    @property
+    def left_padding(self) -> Any:
+        """By how much each row is shorter than the longest: (B,) int32. Nothing is stored for it."""
+        lengths = self._lengths()
+        return mx.array([max(lengths) - n for n in lengths], mx.int32)
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        self._fetched = None
+        S = keys.shape[2]
+        if self._remaining is None and not any(self._left):
+            self._append(keys, values)
+        else:
+            first = [min(left, S) for left in self._left]
+            count = [S - f for f in first]
+            if self._remaining is not None:
+                count = [min(c, r) for c, r in zip(count, self._remaining)]
+            self._append(keys, values, first, count)
+            self._left = [left - f for left, f in zip(self._left, first)]
+            if self._remaining is not None:
+                self._remaining = [r - c for r, c in zip(self._remaining, count)]
+        return self._fetch_lazily()
+
+    def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
+        """Says which columns of the next tokens are padding: they are not stored."""
+        if left_padding is not None:
+            self._left = [left + int(p) for left, p in zip(self._left, left_padding)]
+        if right_padding is not None and max(right_padding) > 0:
+            self._remaining = [int(n) for n in lengths]
+
+    def finalize(self) -> None:
+        self._remaining = None
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if return_array:
+            from mlx_lm.models.base import create_causal_mask
+
+            return create_causal_mask(
+                N, offset=self.size(), left_padding=self.left_padding, window_size=window_size
+            )
+        window = window_size or self.config.sliding_window or None
+        return CausalMask(window)
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keeps the rows of these indices; frees the others."""
+        indices = [int(i) for i in (batch_indices.tolist() if hasattr(batch_indices, "tolist") else batch_indices)]
+        self._fetched = None
+        self._keep_rows(indices)
+        self._left = [self._left[i] for i in indices]
+
+    def extend(self, other: BatchPagedKVCache) -> None:
+        """Moves the rows of ``other`` behind this batch's own."""
+        self._fetched = other._fetched = None
+        self._take_rows(other)
+        self._left += other._left
+        other._left = []
+
+    def extract(self, idx: int) -> PagedKVCache:
+        """The row ``idx`` as a cache of its own, by reference."""
+        cache = PagedKVCache.__new__(PagedKVCache)
+        PagedKVCacheCore.__init__(cache, self.storage, self.config, [])
+        cache._fork_rows(self, [idx], [self.owners[idx]])
+        return cache
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    def trim(self, n: int) -> int:
+        self._fetched = None
+        return self._trim(n)
+
+    @property
+    def state(self) -> list:
+        return [self._pending()]
+
+    def __deepcopy__(self, memo: dict) -> BatchPagedKVCache:
+        fork = BatchPagedKVCache.__new__(BatchPagedKVCache)
+        PagedKVCacheCore.__init__(fork, self.storage, self.config, [])
+        fork._fork_rows(self, list(range(self.n_rows)), _forked_owners(memo, self.storage, self.owners))
+        fork._left = list(self._left)
+        fork._remaining = None if self._remaining is None else list(self._remaining)
+        memo[id(self)] = fork
+        return fork
+
+    def __repr__(self) -> str:
+        return f"BatchPagedKVCache(lengths={self._lengths()}, nbytes={self.nbytes})"
+
+
+def _forked_owners(memo: dict, storage: PagedStorage, owners: list[int]) -> list[int]:
+    """New owners for a fork; what is copied together and had one owner gets one."""
+    known = memo.setdefault((_Paged, "owners"), {})
+    return [known.setdefault((id(storage), owner), storage.pool.new_owner()) for owner in owners]

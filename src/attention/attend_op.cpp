@@ -1,0 +1,186 @@
+#include "attention/attend_op.h"
+
+#include <mlx/allocator.h>
+#include <mlx/backend/cpu/encoder.h>
+#include <mlx/ops.h>
+#include <mlx/primitives.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+
+#include "sequence/block_ops.h"
+#include "util/concat.h"
+#include "util/shape_text.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool::detail {
+
+namespace {
+
+std::string message(const auto&... parts) { return concat("[attend] ", parts...); }
+
+attention::DType dtype_of(mx::Dtype dtype) {
+  switch (dtype) {
+    case mx::float32: return attention::DType::kFp32;
+    case mx::float16: return attention::DType::kFp16;
+    case mx::bfloat16: return attention::DType::kBf16;
+    default: throw std::invalid_argument(message("queries must be float32, float16 or bfloat16"));
+  }
+}
+
+/// Arguments with all but the addresses of the arrays.
+struct AttendWork {
+  attention::Arguments arguments;
+  std::vector<std::vector<attention::BlockRef>> blocks;
+  std::vector<attention::SequenceRef> sequences;
+  std::vector<std::shared_ptr<mx::array::Data>> buffers;
+  bool has_mask = false;
+  bool has_sinks = false;
+};
+
+class AttendOp final : public mx::Primitive {
+ public:
+  AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
+      : Primitive(stream), work_(std::move(work)) {}
+  const char* name() const override { return "kvpool::Attend"; }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    outputs[0].copy_shared_buffer(inputs[0]);
+    outputs[1].set_data(mx::allocator::malloc(outputs[1].nbytes()));
+    for (const mx::array& input : inputs) encoder.set_input_array(input);
+    for (mx::array& output : outputs) encoder.set_output_array(output);
+
+    attention::Arguments arguments = work_->arguments;
+    std::size_t next = 1;
+    arguments.queries = inputs[next++].data<void>();
+    if (work_->has_mask) arguments.mask.data = inputs[next++].data<void>();
+    if (work_->has_sinks) arguments.sinks = inputs[next++].data<float>();
+    arguments.out = outputs[1].data<void>();
+    encoder.dispatch([work = work_, arguments] { attention::attend(arguments); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::logic_error("[PagedKVCache] blocks are on CPU streams");
+  }
+
+ private:
+  const std::shared_ptr<const AttendWork> work_;
+};
+
+/// `mask` as the driver takes it: bool or fp32, contiguous; its strides go into `out`.
+mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t n_keys,
+                   attention::Mask& out, mx::Stream stream) {
+  const bool is_bool = mask.dtype() == mx::bool_;
+  const auto length = static_cast<mx::ShapeElem>(n_keys);
+  const mx::Shape wanted{queries.shape(0), queries.shape(1), queries.shape(2), length};
+  bool fits = mask.ndim() <= 4 && (is_bool || mx::issubdtype(mask.dtype(), mx::floating));
+  for (int axis = 1; fits && axis <= static_cast<int>(mask.ndim()); ++axis) {
+    fits = mask.shape(-axis) == 1 || mask.shape(-axis) == wanted[static_cast<std::size_t>(4 - axis)];
+  }
+  if (!fits) {
+    throw std::invalid_argument(message("mask must be bool or float and broadcast to ",
+                                        shape_text(wanted), ", got ", shape_text(mask.shape())));
+  }
+  const mx::array plain = mx::contiguous(
+      is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
+  out.kind = is_bool ? attention::Mask::Kind::kBool : attention::Mask::Kind::kAdditive;
+  out.n_keys = n_keys;
+  std::int64_t stride = 1;
+  for (int axis = 1; axis <= static_cast<int>(mask.ndim()); ++axis) {
+    const std::int64_t extent = plain.shape(-axis);
+    out.strides[static_cast<std::size_t>(4 - axis)] = extent == 1 ? 0 : stride;
+    stride *= extent;
+  }
+  return plain;
+}
+
+void add_row(AttendWork& work, const LayerFormat& format, const AttendRow& row) {
+  std::vector<attention::BlockRef>& refs = work.blocks.emplace_back();
+  refs.reserve(row.blocks.size());
+  for (const TokenBlock& block : row.blocks) {
+    refs.push_back({block.bytes[0]->address(), block.bytes[1]->address(), block.position,
+                    block.n_tokens, format.raw[0].block_size, block.format[0], block.format[1]});
+    for (const auto& bytes : block.bytes) {
+      if (work.buffers.empty() || work.buffers.back() != bytes->buffer()) {
+        if (std::find(work.buffers.begin(), work.buffers.end(), bytes->buffer()) ==
+            work.buffers.end()) {
+          work.buffers.push_back(bytes->buffer());
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+mx::array attend(BlockMemory& memory, const LayerFormat& format,
+                 const std::vector<AttendRow>& rows, const mx::array& queries, float scale,
+                 const Visibility& visibility) {
+  if (queries.ndim() != 4 || queries.shape(0) != static_cast<mx::ShapeElem>(rows.size()) ||
+      queries.shape(3) != format.raw[0].head_dim || queries.shape(1) % format.n_kv_heads != 0) {
+    throw std::invalid_argument(message(
+        "queries must be (", rows.size(), ", a multiple of ", format.n_kv_heads, ", S, ",
+        format.raw[0].head_dim, "), got ", shape_text(queries.shape())));
+  }
+  const mx::Stream stream = cpu_stream();
+  auto work = std::make_shared<AttendWork>();
+  attention::Arguments& arguments = work->arguments;
+  arguments.n_heads = queries.shape(1);
+  arguments.n_kv_heads = format.n_kv_heads;
+  arguments.head_dim = format.raw[0].head_dim;
+  arguments.value_dim = format.raw[1].head_dim;
+  arguments.n_queries = queries.shape(2);
+  arguments.scale = scale;
+  arguments.dtype = dtype_of(queries.dtype());
+  arguments.query_strides =
+      attention::contiguous(arguments.n_heads, arguments.n_queries, arguments.head_dim);
+  arguments.out_strides =
+      attention::contiguous(arguments.n_heads, arguments.n_queries, arguments.value_dim);
+  arguments.causal = visibility.causal;
+  arguments.window = visibility.window;
+  arguments.soft_cap = visibility.soft_cap;
+
+  for (const AttendRow& row : rows) add_row(*work, format, row);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    work->sequences.push_back({work->blocks[i], rows[i].query_position});
+  }
+  arguments.sequences = work->sequences;
+
+  std::vector<mx::array> inputs{memory.latest_link(), mx::contiguous(queries, false, stream)};
+  if (visibility.mask) {
+    for (const AttendRow& row : rows) {
+      if (row.length != rows.front().length) {
+        throw std::invalid_argument(message("a mask array needs rows of one length"));
+      }
+    }
+    inputs.push_back(
+        laid_out(*visibility.mask, queries, rows.front().length, arguments.mask, stream));
+    work->has_mask = true;
+  }
+  if (visibility.sinks) {
+    if (visibility.sinks->ndim() != 1 || visibility.sinks->shape(0) != arguments.n_heads) {
+      throw std::invalid_argument(message("sinks must be (", arguments.n_heads, ",), got ",
+                                          shape_text(visibility.sinks->shape())));
+    }
+    inputs.push_back(mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false,
+                                    stream));
+    work->has_sinks = true;
+  }
+
+  mx::Shape out_shape = queries.shape();
+  out_shape[3] = format.raw[1].head_dim;
+  mx::array out = queries;
+  memory.extend_chain([&](const mx::array& latest) {
+    inputs.front() = latest;
+    auto outputs = mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},
+                                          std::make_shared<AttendOp>(stream, std::move(work)),
+                                          inputs);
+    out = outputs[1];
+    return outputs[0];
+  });
+  return out;
+}
+
+}  // namespace kvpool::detail

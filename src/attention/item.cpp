@@ -1,0 +1,298 @@
+#include "attention/item.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "attention/elements.h"
+#include "attention/mask.h"
+#include "attention/scratch.h"
+
+namespace kvpool::attention {
+namespace {
+
+using codec::Role;
+using kernels::Layout;
+using kernels::PartShape;
+
+constexpr float kNoScore = -std::numeric_limits<float>::infinity();
+
+/// Tokens and blocks that the kernels take in one call.
+constexpr int kRunTokens = 256;
+constexpr std::size_t kRunBlocks = 64;
+/// With more rows it pays to decode a run once, as fp32, for all of them.
+constexpr int kDirectRows = 16;
+
+struct Buffers {
+  Scratch queries, turned_queries, prepared, scores, sums, turned_sums, decoded;
+};
+
+/// Consecutive blocks with the same formats and size, at most kRunTokens unless it is one block.
+struct Run {
+  std::span<const BlockRef> blocks;
+  int n_tokens;
+};
+
+Run next_run(std::span<const BlockRef> blocks) {
+  const BlockRef& first = blocks.front();
+  int n_tokens = 0;
+  std::size_t n = 0;
+  while (n < blocks.size() && n < kRunBlocks && blocks[n].key_format == first.key_format &&
+         blocks[n].value_format == first.value_format &&
+         blocks[n].block_size == first.block_size &&
+         (n == 0 || n_tokens + blocks[n].n_tokens <= kRunTokens)) {
+    n_tokens += blocks[n].n_tokens;
+    ++n;
+  }
+  return {blocks.first(n), n_tokens};
+}
+
+int most_tokens(std::span<const BlockRef> blocks) {
+  int most = kRunTokens;
+  for (const BlockRef& block : blocks) most = std::max(most, block.n_tokens);
+  return most;
+}
+
+/// Works through an item's runs with the state of online softmax (Milakov and Gimelshein 2018).
+class Walk {
+ public:
+  Walk(const Arguments& arguments, const kernels::KernelTable& kernels, const Item& item,
+       Buffers& buffers)
+      : arguments_(arguments),
+        kernels_(kernels),
+        item_(item),
+        blocks_(arguments.sequences[item.sequence].blocks.subspan(
+            item.first_block, item.last_block - item.first_block)),
+        buffers_(buffers),
+        n_rows_(n_rows(arguments, item)),
+        dim_(static_cast<std::size_t>(arguments.head_dim)),
+        value_dim_(static_cast<std::size_t>(arguments.value_dim)),
+        stride_(static_cast<std::size_t>(most_tokens(blocks_) + kernels::kColumnSlack + 15) / 16 *
+                16) {}
+
+  void attend() {
+    const auto rows = static_cast<std::size_t>(n_rows_);
+    load_queries();
+    scores_ = buffers_.scores.get<float>(rows * stride_ + kernels::kColumnSlack);
+    sums_ = buffers_.sums.get<float>(rows * value_dim_);
+    std::fill_n(sums_, rows * value_dim_, 0.0F);
+    for (int row = 0; row < n_rows_; ++row) {
+      *partial(row).largest = kNoScore;
+      *partial(row).sum = 0.0F;
+    }
+    for (std::span<const BlockRef> left = blocks_; !left.empty();) {
+      const Run run = next_run(left);
+      attend_run(run);
+      left = left.subspan(run.blocks.size());
+    }
+    store_sums();
+  }
+
+ private:
+  PartialRow partial(int row) const { return partial_row(arguments_, item_, row); }
+
+  QueryRow query_row(int row) const {
+    const int group = group_of(arguments_);
+    return {item_.sequence, item_.kv_head * group + row / item_.n_queries,
+            item_.first_query + row % item_.n_queries};
+  }
+
+  void load_queries() {
+    queries_ = buffers_.queries.get<float>(static_cast<std::size_t>(n_rows_) * dim_);
+    for (int row = 0; row < n_rows_; ++row) {
+      const QueryRow at = query_row(row);
+      const Strides& strides = arguments_.query_strides;
+      float* const query = queries_ + static_cast<std::size_t>(row) * dim_;
+      load_elements(arguments_.dtype, arguments_.queries,
+                    static_cast<std::int64_t>(at.sequence) * strides.batch +
+                        at.head * strides.head + at.query * strides.query,
+                    dim_, query);
+      kernels_.scale(query, dim_, arguments_.scale);
+    }
+  }
+
+  float* turned_queries() {
+    if (turned_queries_ == nullptr) {
+      const std::size_t n = static_cast<std::size_t>(n_rows_) * dim_;
+      turned_queries_ = buffers_.turned_queries.get<float>(n);
+      std::copy_n(queries_, n, turned_queries_);
+      codec::hadamard(turned_queries_, n_rows_, arguments_.head_dim);
+    }
+    return turned_queries_;
+  }
+
+  float* sums_for(const codec::Format& value_format) {
+    if (!value_format.hadamard) return sums_;
+    if (turned_sums_ == nullptr) {
+      const std::size_t n = static_cast<std::size_t>(n_rows_) * value_dim_;
+      turned_sums_ = buffers_.turned_sums.get<float>(n);
+      std::fill_n(turned_sums_, n, 0.0F);
+    }
+    return turned_sums_;
+  }
+
+  void attend_run(const Run& run) {
+    if (n_rows_ <= kDirectRows) {
+      std::array<const std::byte*, kRunBlocks> keys;
+      std::array<const std::byte*, kRunBlocks> values;
+      std::array<std::int32_t, kRunBlocks> n_tokens;
+      const std::size_t n_blocks = run.blocks.size();
+      const std::size_t key_offset = offset_in_block(run.blocks[0], Role::kKeys);
+      const std::size_t value_offset = offset_in_block(run.blocks[0], Role::kValues);
+      for (std::size_t i = 0; i < n_blocks; ++i) {
+        keys[i] = run.blocks[i].keys + key_offset;
+        values[i] = run.blocks[i].values + value_offset;
+        n_tokens[i] = run.blocks[i].n_tokens;
+      }
+      score(run.blocks[0].key_format, run.blocks[0].block_size,
+            {std::span(keys).first(n_blocks), n_tokens.data()});
+      weigh(run);
+      accumulate(run.blocks[0].value_format, run.blocks[0].block_size,
+                 {std::span(values).first(n_blocks), n_tokens.data()});
+    } else {
+      decode_and_score(run);
+      weigh(run);
+      decode_and_accumulate(run);
+    }
+  }
+
+  void score(const codec::Format& format, int block_size, const kernels::PartRun& run) {
+    const PartShape shape{block_size, arguments_.head_dim, format.group_size};
+    const kernels::KeyKernels& kernels =
+        kernels_.of_keys(kernels::layout_of(format, Role::kKeys));
+    if (prepared_ == nullptr || prepared_format_ != format) {
+      prepared_ = buffers_.prepared.get<std::byte>(kernels.prepared_bytes(shape, n_rows_));
+      kernels.prepare(shape, format.hadamard ? turned_queries() : queries_, n_rows_, prepared_);
+      prepared_format_ = format;
+    }
+    kernels.scores(shape, run, prepared_, n_rows_, scores_, stride_);
+  }
+
+  void accumulate(const codec::Format& format, int block_size, const kernels::PartRun& run) {
+    const PartShape shape{block_size, arguments_.value_dim, format.group_size};
+    kernels_.of_values(kernels::layout_of(format, Role::kValues))
+        .accumulate(shape, run, scores_, stride_, n_rows_, sums_for(format));
+  }
+
+  /// Decodes one role of a run to fp32 rows, which are one part of as many tokens.
+  const std::byte* decode(const Run& run, Role role) {
+    const bool keys = role == Role::kKeys;
+    const BlockRef& first = run.blocks[0];
+    const codec::Format& format = keys ? first.key_format : first.value_format;
+    const Layout layout = kernels::layout_of(format, role);
+    const auto read =
+        keys ? kernels_.of_keys(layout).decode : kernels_.of_values(layout).decode;
+    const PartShape shape{first.block_size, keys ? arguments_.head_dim : arguments_.value_dim,
+                          format.group_size};
+    const std::size_t offset = offset_in_block(first, role);
+    const std::size_t dim = keys ? dim_ : value_dim_;
+    float* rows = buffers_.decoded.get<float>(static_cast<std::size_t>(run.n_tokens) * dim);
+    const auto* const part = reinterpret_cast<const std::byte*>(rows);
+    for (const BlockRef& block : run.blocks) {
+      read(shape, (keys ? block.keys : block.values) + offset, 0, block.n_tokens, rows);
+      rows += static_cast<std::size_t>(block.n_tokens) * dim;
+    }
+    return part;
+  }
+
+  void decode_and_score(const Run& run) {
+    const std::byte* const part = decode(run, Role::kKeys);
+    codec::Format format;
+    // The rows are still turned: fp32 with hadamard, which nothing stores.
+    format.hadamard = run.blocks[0].key_format.hadamard;
+    score(format, run.n_tokens, {std::span(&part, 1), &run.n_tokens});
+  }
+
+  void decode_and_accumulate(const Run& run) {
+    const std::byte* const part = decode(run, Role::kValues);
+    codec::Format format;
+    format.hadamard = run.blocks[0].value_format.hadamard;
+    accumulate(format, run.n_tokens, {std::span(&part, 1), &run.n_tokens});
+  }
+
+  std::size_t offset_in_block(const BlockRef& block, Role role) const {
+    const bool keys = role == Role::kKeys;
+    return static_cast<std::size_t>(item_.kv_head) *
+           codec::part_bytes({keys ? block.key_format : block.value_format, role, block.block_size,
+                              keys ? arguments_.head_dim : arguments_.value_dim});
+  }
+
+  /// Turns a run's scores into weights under the largest score so far.
+  void weigh(const Run& run) {
+    const auto n = static_cast<std::size_t>(run.n_tokens);
+    for (int row = 0; row < n_rows_; ++row) {
+      float* const scores = scores_ + static_cast<std::size_t>(row) * stride_;
+      if (arguments_.soft_cap > 0.0F) kernels_.soft_cap(scores, n, arguments_.soft_cap);
+      float* at = scores;
+      for (const BlockRef& block : run.blocks) {
+        mask_scores(arguments_, query_row(row), block, at);
+        at += block.n_tokens;
+      }
+      const PartialRow state = partial(row);
+      const float largest = std::max(*state.largest, kernels_.max(scores, n));
+      if (largest == kNoScore) {
+        std::fill_n(scores, n, 0.0F);
+        continue;
+      }
+      if (largest > *state.largest) rescale(row, std::exp(*state.largest - largest));
+      *state.sum += kernels_.exp_sum(scores, n, largest);
+      *state.largest = largest;
+    }
+  }
+
+  void rescale(int row, float factor) {
+    const std::size_t offset = static_cast<std::size_t>(row) * value_dim_;
+    *partial(row).sum *= factor;
+    kernels_.scale(sums_ + offset, value_dim_, factor);
+    if (turned_sums_ != nullptr) kernels_.scale(turned_sums_ + offset, value_dim_, factor);
+  }
+
+  void store_sums() {
+    if (turned_sums_ != nullptr) codec::hadamard(turned_sums_, n_rows_, arguments_.value_dim);
+    for (int row = 0; row < n_rows_; ++row) {
+      const std::size_t offset = static_cast<std::size_t>(row) * value_dim_;
+      float* const values = partial(row).values;
+      std::copy_n(sums_ + offset, value_dim_, values);
+      if (turned_sums_ == nullptr) continue;
+      for (std::size_t d = 0; d < value_dim_; ++d) values[d] += turned_sums_[offset + d];
+    }
+  }
+
+  const Arguments& arguments_;
+  const kernels::KernelTable& kernels_;
+  const Item& item_;
+  std::span<const BlockRef> blocks_;
+  Buffers& buffers_;
+  int n_rows_;
+  std::size_t dim_;
+  std::size_t value_dim_;
+  std::size_t stride_;
+
+  float* queries_ = nullptr;
+  float* turned_queries_ = nullptr;
+  float* scores_ = nullptr;
+  float* sums_ = nullptr;
+  float* turned_sums_ = nullptr;
+  std::byte* prepared_ = nullptr;
+  codec::Format prepared_format_;
+};
+
+}  // namespace
+
+std::size_t partial_row_size(const Arguments& arguments) noexcept {
+  return 2 + static_cast<std::size_t>(arguments.value_dim);
+}
+
+PartialRow partial_row(const Arguments& arguments, const Item& item, int row) noexcept {
+  float* const start = item.partial + static_cast<std::size_t>(row) * partial_row_size(arguments);
+  return {start, start + 1, start + 2};
+}
+
+void attend_item(const Arguments& arguments, const kernels::KernelTable& kernels,
+                 const Item& item) {
+  thread_local Buffers buffers;
+  Walk(arguments, kernels, item, buffers).attend();
+}
+
+}  // namespace kvpool::attention

@@ -1,0 +1,289 @@
+#include "kvpool/paged_kv_cache.h"
+
+#include <mlx/ops.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "attention/attend_op.h"
+#include "sequence/block_ops.h"
+#include "sequence/sequence.h"
+#include "util/concat.h"
+#include "util/shape_text.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool {
+
+namespace {
+
+std::string message(const auto&... parts) { return detail::concat("PagedKVCache: ", parts...); }
+
+codec::Code raw_code(mx::Dtype dtype) {
+  switch (dtype) {
+    case mx::float32: return codec::Code::kFp32;
+    case mx::float16: return codec::Code::kFp16;
+    case mx::bfloat16: return codec::Code::kBf16;
+    default:
+      throw std::invalid_argument(message("keys and values must be float32, float16 or bfloat16"));
+  }
+}
+
+codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag,
+                        codec::Code raw) {
+  if (tag == "raw") return {raw};
+  codec::Format format{codec::code_of(tag), static_cast<std::uint8_t>(config.group_size)};
+  if (format.is_raw()) {
+    throw std::invalid_argument(
+        message("format must be raw (the model's own type), int8, int4, int2, kivi4 or kivi2, got '",
+                tag, "'"));
+  }
+  format.hadamard = config.hadamard && format.code <= codec::Code::kInt2;
+  return format;
+}
+
+}  // namespace
+
+PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheConfig config,
+                           std::span<const Owner> owners)
+    : storage_(std::move(storage)), config_(std::move(config)) {
+  if (storage_ == nullptr) throw std::invalid_argument(message("storage must not be null"));
+  for (const std::string* tag : {&config_.key_format, &config_.value_format}) {
+    format_of(config_, *tag, codec::Code::kFp16);
+  }
+  if (config_.group_size != 32 && config_.group_size != 64) {
+    throw std::invalid_argument(message("group_size must be 32 or 64, got ", config_.group_size));
+  }
+  for (const auto& [name, value] : {std::pair{"window", config_.window},
+                                    std::pair{"sink", config_.sink},
+                                    std::pair{"sliding_window", config_.sliding_window}}) {
+    if (value < 0) throw std::invalid_argument(message(name, " must be >= 0, got ", value));
+  }
+  for (const Owner owner : owners) {
+    rows_.push_back(
+        std::make_unique<detail::Sequence>(storage_->pool(), storage_->memory(), owner));
+  }
+}
+
+PagedKVCache::~PagedKVCache() = default;
+
+void PagedKVCache::set_format(const mx::array& keys, const mx::array& values) {
+  detail::LayerFormat format;
+  const codec::Code raw = raw_code(keys.dtype());
+  const auto block_size = static_cast<int>(storage_->pool()->config().block_size);
+  const mx::array* arrays[] = {&keys, &values};
+  const std::string* tags[] = {&config_.key_format, &config_.value_format};
+  for (int role = 0; role < 2; ++role) {
+    const auto kind = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
+    const int head_dim = arrays[role]->shape(3);
+    format.raw[role] = {{raw}, kind, block_size, head_dim};
+    format.sealed[role] = {format_of(config_, *tags[role], raw), kind, block_size, head_dim};
+    codec::validate(format.raw[role]);
+    codec::validate(format.sealed[role]);
+  }
+  format.n_kv_heads = keys.shape(1);
+  format.window = config_.window;
+  format.sink = config_.sink;
+  format.sliding = config_.sliding_window;
+  format_ = std::make_unique<detail::LayerFormat>(format);
+  dtype_ = keys.dtype();
+}
+
+void PagedKVCache::append(const mx::array& keys, const mx::array& values,
+                          std::span<const std::int64_t> first,
+                          std::span<const std::int64_t> count) {
+  if (keys.ndim() != 4 || values.ndim() != 4 || keys.shape(0) != n_rows() ||
+      values.shape(0) != keys.shape(0) || values.shape(1) != keys.shape(1) ||
+      values.shape(2) != keys.shape(2)) {
+    throw std::invalid_argument(message(
+        "keys and values must be (", n_rows(),
+        ", n_kv_heads, S, head_dim) with equal heads and S, got ",
+        detail::shape_text(keys.shape()), " and ", detail::shape_text(values.shape())));
+  }
+  const std::int64_t n_columns = keys.shape(2);
+  if (first.size() != count.size() || (!first.empty() && first.size() != rows_.size())) {
+    throw std::invalid_argument(message("first and count must name a number for each row"));
+  }
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    if (first[i] < 0 || count[i] < 0 || first[i] + count[i] > n_columns) {
+      throw std::invalid_argument(message("columns ", first[i], " to ", first[i] + count[i],
+                                          " are not within the ", n_columns, " given"));
+    }
+  }
+  if (format_ == nullptr) {
+    set_format(keys, values);
+  } else if (keys.shape(1) != format_->n_kv_heads || keys.shape(3) != format_->raw[0].head_dim ||
+             values.shape(3) != format_->raw[1].head_dim) {
+    throw std::invalid_argument(message(
+        "the cache holds ", format_->n_kv_heads, " heads with head dims ",
+        format_->raw[0].head_dim, " and ", format_->raw[1].head_dim, ", got ",
+        detail::shape_text(keys.shape()), " and ", detail::shape_text(values.shape())));
+  }
+
+  detail::AppendTasks tasks;
+  std::vector<detail::Sequence::Plan> plans;
+  plans.reserve(rows_.size());
+  std::vector<std::int64_t> positions(rows_.size());
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    if (!rows_[i]->held()) rows_[i]->clear();
+    const std::int64_t from = first.empty() ? 0 : first[i];
+    const std::int64_t n = first.empty() ? n_columns : count[i];
+    positions[i] = rows_[i]->length() - from;
+    plans.push_back(rows_[i]->plan_append(*format_, static_cast<std::int64_t>(i), from, n, tasks));
+  }
+  detail::run_append(*storage_->memory(), *format_, tasks, mx::astype(keys, *dtype_),
+                     mx::astype(values, *dtype_));
+  for (detail::Sequence::Plan& plan : plans) plan.commit();
+  first_positions_ = std::move(positions);
+}
+
+PagedKVCache::KeysAndValues PagedKVCache::fetch() const {
+  if (format_ == nullptr) throw std::invalid_argument(message("there is no token yet"));
+  std::vector<detail::RowBlocks> rows;
+  for (const auto& row : rows_) {
+    if (row->slid()) {
+      throw std::invalid_argument(message("tokens that slid out of the window are gone"));
+    }
+    rows.push_back({{row->blocks().begin(), row->blocks().end()}, row->length()});
+  }
+  return detail::gather(*storage_->memory(), *format_, std::move(rows), *dtype_);
+}
+
+mx::array PagedKVCache::attend(const mx::array& queries, float scale, const AttentionMask& mask,
+                               const std::optional<mx::array>& sinks, std::int64_t window,
+                               float soft_cap) {
+  if (format_ == nullptr) throw std::invalid_argument(message("there is no token to attend to"));
+  std::vector<detail::AttendRow> rows;
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    rows.push_back({rows_[i]->blocks(), first_positions_[i], rows_[i]->length()});
+  }
+  const std::int64_t reach = window > 0 ? window : config_.sliding_window;
+  return detail::attend(*storage_->memory(), *format_, rows, queries, scale,
+                        {mask.causal || reach > 0, reach, mask.array, sinks, soft_cap});
+}
+
+std::vector<std::int64_t> PagedKVCache::lengths() const {
+  std::vector<std::int64_t> lengths;
+  for (const auto& row : rows_) lengths.push_back(row->held() ? row->length() : 0);
+  return lengths;
+}
+
+std::int64_t PagedKVCache::size() const noexcept {
+  std::int64_t longest = 0;
+  for (const auto& row : rows_) longest = std::max(longest, row->held() ? row->length() : 0);
+  return longest;
+}
+
+bool PagedKVCache::is_trimmable() const noexcept {
+  return std::none_of(rows_.begin(), rows_.end(), [](const auto& row) { return row->slid(); });
+}
+
+std::int64_t PagedKVCache::trim(std::int64_t n) {
+  const std::int64_t n_trimmed = std::clamp<std::int64_t>(n, 0, size());
+  if (n_trimmed == 0 || !is_trimmable()) return 0;
+  for (const auto& row : rows_) {
+    row->shorten(std::max<std::int64_t>(0, row->length() - n_trimmed));
+  }
+  return n_trimmed;
+}
+
+void PagedKVCache::release() noexcept {
+  for (const auto& row : rows_) row->clear();
+}
+
+void PagedKVCache::adopt_format(const PagedKVCache& other) {
+  if (other.storage_ != storage_ || !(other.config_ == config_)) {
+    throw std::invalid_argument(
+        message("rows move only between caches of one storage and configuration"));
+  }
+  if (other.format_ == nullptr) return;
+  if (format_ == nullptr) {
+    format_ = std::make_unique<detail::LayerFormat>(*other.format_);
+    dtype_ = other.dtype_;
+    return;
+  }
+  if (dtype_ != other.dtype_ || format_->n_kv_heads != other.format_->n_kv_heads ||
+      format_->raw[0].head_dim != other.format_->raw[0].head_dim ||
+      format_->raw[1].head_dim != other.format_->raw[1].head_dim) {
+    throw std::invalid_argument(message("rows of another type or shape cannot join"));
+  }
+}
+
+void PagedKVCache::fork_rows(const PagedKVCache& other, std::span<const std::int64_t> indices,
+                             std::span<const Owner> owners) {
+  if (indices.size() != owners.size()) {
+    throw std::invalid_argument(message("indices and owners must be as many"));
+  }
+  for (const std::int64_t index : indices) {
+    if (index < 0 || index >= other.n_rows()) {
+      throw std::invalid_argument(
+          message("row must be 0 to ", other.n_rows() - 1, ", got ", index));
+    }
+  }
+  adopt_format(other);
+  std::vector<std::unique_ptr<detail::Sequence>> rows;
+  std::vector<std::int64_t> positions;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    const auto index = static_cast<std::size_t>(indices[i]);
+    rows.push_back(
+        std::make_unique<detail::Sequence>(storage_->pool(), storage_->memory(), owners[i]));
+    if (other.rows_[index]->held()) rows.back()->fork_from(*other.rows_[index]);
+    positions.push_back(rows.back()->length());
+  }
+  rows_ = std::move(rows);
+  first_positions_ = std::move(positions);
+}
+
+void PagedKVCache::take_rows(PagedKVCache& other) {
+  adopt_format(other);
+  for (auto& row : other.rows_) {
+    first_positions_.resize(rows_.size());
+    first_positions_.push_back(row->length());
+    rows_.push_back(std::move(row));
+  }
+  other.rows_.clear();
+  other.first_positions_.clear();
+}
+
+void PagedKVCache::keep_rows(std::span<const std::int64_t> indices) {
+  std::vector<bool> kept(rows_.size());
+  for (const std::int64_t index : indices) {
+    if (index < 0 || index >= n_rows() || kept[static_cast<std::size_t>(index)]) {
+      throw std::invalid_argument(
+          message("rows must be different ones of 0 to ", n_rows() - 1, ", got ", index));
+    }
+    kept[static_cast<std::size_t>(index)] = true;
+  }
+  std::vector<std::unique_ptr<detail::Sequence>> rows;
+  std::vector<std::int64_t> positions;
+  first_positions_.resize(rows_.size());
+  for (const std::int64_t index : indices) {
+    rows.push_back(std::move(rows_[static_cast<std::size_t>(index)]));
+    positions.push_back(first_positions_[static_cast<std::size_t>(index)]);
+  }
+  rows_ = std::move(rows);
+  first_positions_ = std::move(positions);
+}
+
+std::size_t PagedKVCache::nbytes() const noexcept {
+  std::size_t bytes = 0;
+  for (const auto& row : rows_) {
+    for (const detail::TokenBlock& block : row->blocks()) {
+      for (int role = 0; role < 2; ++role) {
+        const bool raw = block.format[role] == format_->raw[role].format;
+        bytes += format_->block_bytes(raw ? format_->raw[role] : format_->sealed[role]);
+      }
+    }
+  }
+  return bytes;
+}
+
+mx::array PagedKVCache::pending() const { return storage_->memory()->latest_link(); }
+
+std::vector<Owner> PagedKVCache::owners() const {
+  std::vector<Owner> owners;
+  for (const auto& row : rows_) owners.push_back(row->owner());
+  return owners;
+}
+
+}  // namespace kvpool

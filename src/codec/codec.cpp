@@ -1,0 +1,166 @@
+#include "codec/codec.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <stdexcept>
+#include <vector>
+
+#include "codec/half.h"
+#include "kernels/integer_layout.h"
+#include "kernels/kernels.h"
+#include "util/concat.h"
+
+namespace kvpool::codec {
+namespace {
+
+using kernels::as_size;
+using kernels::PartShape;
+
+std::size_t raw_bytes(const PartShape& shape, std::size_t element_bytes) {
+  return as_size(shape.block_size) * as_size(shape.head_dim) * element_bytes;
+}
+
+std::size_t affine_bytes(const PartShape& shape, Role role, int bits) {
+  const int n_full = shape.block_size / kernels::kTileTokens;
+  const int n_left = shape.block_size % kernels::kTileTokens;
+  return as_size(n_full) *
+             kernels::affine_tile_bytes(role, bits, shape, kernels::kTileTokens) +
+         kernels::affine_tile_bytes(role, bits, shape, n_left);
+}
+
+std::size_t channel_bytes(const PartShape& shape, int bits) {
+  const int n_full = shape.block_size / kernels::kTileTokens;
+  const int n_left = shape.block_size % kernels::kTileTokens;
+  return kernels::channel_bytes(shape) +
+         as_size(n_full) *
+             kernels::code_bytes(Role::kKeys, bits, kernels::kTileTokens, shape.head_dim) +
+         kernels::code_bytes(Role::kKeys, bits, n_left, shape.head_dim);
+}
+
+struct CodeInfo {
+  std::string_view name;
+  std::size_t (*part_bytes)(const PartShape&, Role);
+};
+
+/// By Code.
+constexpr std::array kCodes = {
+    CodeInfo{"fp32", [](const PartShape& s, Role) { return raw_bytes(s, 4); }},
+    CodeInfo{"fp16", [](const PartShape& s, Role) { return raw_bytes(s, 2); }},
+    CodeInfo{"bf16", [](const PartShape& s, Role) { return raw_bytes(s, 2); }},
+    CodeInfo{"int8", [](const PartShape& s, Role r) { return affine_bytes(s, r, 8); }},
+    CodeInfo{"int4", [](const PartShape& s, Role r) { return affine_bytes(s, r, 4); }},
+    CodeInfo{"int2", [](const PartShape& s, Role r) { return affine_bytes(s, r, 2); }},
+    CodeInfo{"kivi4",
+             [](const PartShape& s, Role r) {
+               return r == Role::kKeys ? channel_bytes(s, 4) : affine_bytes(s, r, 4);
+             }},
+    CodeInfo{"kivi2",
+             [](const PartShape& s, Role r) {
+               return r == Role::kKeys ? channel_bytes(s, 2) : affine_bytes(s, r, 2);
+             }},
+};
+
+const CodeInfo& info(Code code) { return kCodes[static_cast<std::size_t>(code)]; }
+
+PartShape shape_of(const PartGeometry& geometry) {
+  return {geometry.block_size, geometry.head_dim, geometry.format.group_size};
+}
+
+}  // namespace
+
+void validate(const PartGeometry& geometry) {
+  const auto refuse = [](const auto&... parts) {
+    throw std::invalid_argument(detail::concat("codec: ", parts...));
+  };
+  const Format& format = geometry.format;
+  if (geometry.head_dim < 8 || geometry.head_dim > kMaxHeadDim || geometry.head_dim % 8 != 0) {
+    refuse("head_dim must be a multiple of 8 from 8 to ", kMaxHeadDim, ", got ",
+           geometry.head_dim);
+  }
+  if (geometry.block_size < 1 || geometry.block_size > kMaxBlockSize) {
+    refuse("block_size must be 1 to ", kMaxBlockSize, ", got ", geometry.block_size);
+  }
+  if (static_cast<std::size_t>(format.code) >= kCodes.size()) {
+    refuse("unknown code ", static_cast<int>(format.code));
+  }
+  if (format.group_size != 32 && format.group_size != 64) {
+    refuse("group_size must be 32 or 64, got ", static_cast<int>(format.group_size));
+  }
+  if (format.hadamard && format.is_raw()) {
+    refuse("hadamard is for integer formats, not ", info(format.code).name);
+  }
+}
+
+std::size_t part_bytes(const PartGeometry& geometry) noexcept {
+  return info(geometry.format.code).part_bytes(shape_of(geometry), geometry.role);
+}
+
+std::size_t block_bytes(const PartGeometry& geometry, int n_kv_heads) noexcept {
+  return as_size(n_kv_heads) * part_bytes(geometry);
+}
+
+void encode(const PartGeometry& geometry, const float* rows, int n_tokens, std::byte* part,
+            int first_token) {
+  const auto& kernels = kernels::active();
+  const kernels::Layout layout = kernels::layout_of(geometry.format, geometry.role);
+  const auto write = geometry.role == Role::kKeys ? kernels.of_keys(layout).encode
+                                                  : kernels.of_values(layout).encode;
+  if (!geometry.format.hadamard) {
+    write(shape_of(geometry), rows, first_token, n_tokens, part);
+    return;
+  }
+  std::vector<float> turned(rows, rows + as_size(n_tokens) * as_size(geometry.head_dim));
+  hadamard(turned.data(), n_tokens, geometry.head_dim);
+  write(shape_of(geometry), turned.data(), first_token, n_tokens, part);
+}
+
+void decode(const PartGeometry& geometry, const std::byte* part, int first_token, int n_tokens,
+            float* rows) {
+  const auto& kernels = kernels::active();
+  const kernels::Layout layout = kernels::layout_of(geometry.format, geometry.role);
+  const auto read = geometry.role == Role::kKeys ? kernels.of_keys(layout).decode
+                                                 : kernels.of_values(layout).decode;
+  read(shape_of(geometry), part, first_token, n_tokens, rows);
+  if (geometry.format.hadamard) hadamard(rows, n_tokens, geometry.head_dim);
+}
+
+bool encodable(std::span<const float> elements) noexcept {
+  bool all = true;
+  for (const float element : elements) all &= std::fabs(element) <= kHalfMax;
+  return all;
+}
+
+void hadamard(float* rows, int n_rows, int dim) noexcept {
+  const int size = dim & -dim;
+  const float scale = 1.0F / std::sqrt(static_cast<float>(size));
+  const std::size_t n_blocks = as_size(n_rows) * as_size(dim / size);
+  for (std::size_t block = 0; block < n_blocks; ++block, rows += size) {
+    for (int half = 1; half < size; half *= 2) {
+      for (int i = 0; i < size; i += 2 * half) {
+        for (int j = i; j < i + half; ++j) {
+          const float a = rows[j];
+          const float b = rows[j + half];
+          rows[j] = a + b;
+          rows[j + half] = a - b;
+        }
+      }
+    }
+    for (int i = 0; i < size; ++i) rows[i] *= scale;
+  }
+}
+
+std::string_view name(Code code) noexcept { return info(code).name; }
+
+Code code_of(std::string_view tag) {
+  std::string allowed;
+  for (std::size_t i = 0; i < kCodes.size(); ++i) {
+    if (kCodes[i].name == tag) return static_cast<Code>(i);
+    if (i > 0) allowed += ", ";
+    allowed += kCodes[i].name;
+  }
+  throw std::invalid_argument(
+      detail::concat("codec: unknown format '", tag, "'; allowed: ", allowed));
+}
+
+}  // namespace kvpool::codec

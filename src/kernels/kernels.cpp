@@ -1,0 +1,63 @@
+#include "kernels/kernels.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "util/concat.h"
+
+namespace kvpool::kernels {
+
+Layout layout_of(codec::Format format, codec::Role role) noexcept {
+  const bool keys = role == codec::Role::kKeys;
+  switch (format.code) {
+    using enum codec::Code;
+    case kFp32:
+      return Layout::kFp32;
+    case kFp16:
+      return Layout::kFp16;
+    case kBf16:
+      return Layout::kBf16;
+    case kInt8:
+      return Layout::kAffine8;
+    case kInt4:
+      return Layout::kAffine4;
+    case kInt2:
+      return Layout::kAffine2;
+    case kKivi4:
+      return keys ? Layout::kChannel4 : Layout::kAffine4;
+    case kKivi2:
+      return keys ? Layout::kChannel2 : Layout::kAffine2;
+  }
+  return Layout::kFp32;
+}
+
+const KernelTable& table_named(std::string_view name) {
+  std::string allowed;
+  std::string missing;
+  for (const Level& level : levels()) {
+    if (level.table->name == name && level.available) return *level.table;
+    std::string& list = level.available ? allowed : missing;
+    if (!list.empty()) list += ", ";
+    list += level.table->name;
+  }
+  std::string text = detail::concat("KVPOOL_KERNELS: no kernels '", name, "' here; allowed: ",
+                                    allowed);
+  if (!missing.empty()) text += detail::concat(" (this CPU lacks ", missing, ")");
+  throw std::invalid_argument(text);
+}
+
+const KernelTable& active() {
+  static const KernelTable& table = []() -> const KernelTable& {
+    const char* const forced = std::getenv("KVPOOL_KERNELS");
+    if (forced != nullptr && *forced != '\0') return table_named(forced);
+    const KernelTable* best = nullptr;
+    for (const Level& level : levels()) {
+      if (level.available) best = level.table;
+    }
+    return *best;
+  }();
+  return table;
+}
+
+}  // namespace kvpool::kernels

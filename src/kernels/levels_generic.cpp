@@ -1,0 +1,11 @@
+#include "kernels/kernels.h"
+#include "kernels/scalar/scalar.h"
+
+namespace kvpool::kernels {
+
+std::span<const Level> levels() {
+  static const std::array kLevels = {Level{&scalar::table(), true}};
+  return kLevels;
+}
+
+}  // namespace kvpool::kernels

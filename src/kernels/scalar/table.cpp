@@ -1,0 +1,63 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/scalar/scalar.h"
+
+namespace kvpool::kernels::scalar {
+namespace {
+
+float max(const float* values, std::size_t n) {
+  float result = -std::numeric_limits<float>::infinity();
+  for (std::size_t i = 0; i < n; ++i) result = std::max(result, values[i]);
+  return result;
+}
+
+float exp_sum(float* values, std::size_t n, float shift) {
+  float sum = 0.0F;
+  for (std::size_t i = 0; i < n; ++i) {
+    values[i] = std::exp(values[i] - shift);
+    sum += values[i];
+  }
+  return sum;
+}
+
+void soft_cap(float* values, std::size_t n, float cap) {
+  for (std::size_t i = 0; i < n; ++i) values[i] = cap * std::tanh(values[i] / cap);
+}
+
+void scale(float* values, std::size_t n, float factor) {
+  for (std::size_t i = 0; i < n; ++i) values[i] *= factor;
+}
+
+}  // namespace
+
+std::size_t query_bytes(const PartShape& shape, int n_queries) {
+  return static_cast<std::size_t>(n_queries) * static_cast<std::size_t>(shape.head_dim) *
+         sizeof(float);
+}
+
+void copy_queries(const PartShape& shape, const float* queries, int n_queries,
+                  std::byte* prepared) {
+  std::memcpy(prepared, queries, query_bytes(shape, n_queries));
+}
+
+const KernelTable& table() {
+  using enum Layout;
+  static const KernelTable kTable = {
+      .name = "scalar",
+      .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), affine_keys(kAffine8),
+               affine_keys(kAffine4), affine_keys(kAffine2), channel_keys(kChannel4),
+               channel_keys(kChannel2)},
+      .values = {raw_values(kFp32), raw_values(kFp16), raw_values(kBf16), affine_values(kAffine8),
+                 affine_values(kAffine4), affine_values(kAffine2), {}, {}},
+      .max = max,
+      .exp_sum = exp_sum,
+      .soft_cap = soft_cap,
+      .scale = scale,
+  };
+  return kTable;
+}
+
+}  // namespace kvpool::kernels::scalar

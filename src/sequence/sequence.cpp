@@ -1,0 +1,208 @@
+#include "sequence/sequence.h"
+
+#include <algorithm>
+
+namespace kvpool::detail {
+
+namespace {
+
+constexpr int kRoles[] = {0, 1};
+
+/// Several holders: a fork, or a gather that has not run.
+bool is_shared(const TokenBlock& block) noexcept {
+  return block.bytes[0].use_count() > 1 || block.bytes[1].use_count() > 1;
+}
+
+}  // namespace
+
+Sequence::Sequence(std::shared_ptr<BlockPoolAllocator> pool, std::shared_ptr<BlockMemory> memory,
+                   Owner owner)
+    : pool_(std::move(pool)), memory_(std::move(memory)), owner_(owner) {}
+
+Sequence::~Sequence() { clear(); }
+
+void Sequence::clear() noexcept {
+  for (const int role : kRoles) {
+    pool_->release(holds_[role]);
+    holds_[role].clear();
+  }
+  blocks_.clear();
+  length_ = 0;
+  n_settled_ = 0;
+}
+
+/// The first block that the next query can see.
+std::size_t Sequence::first_needed(const LayerFormat& format) const noexcept {
+  if (format.sliding == 0) return 0;
+  std::size_t block = 0;
+  while (block < blocks_.size() && blocks_[block].end() <= length_ - format.sliding + 1) ++block;
+  return block;
+}
+
+bool Sequence::is_open(const TokenBlock& block, const LayerFormat& format) const noexcept {
+  return block.n_tokens < format.raw[0].block_size && block.format[0] == format.raw[0].format &&
+         block.format[1] == format.raw[1].format;
+}
+
+Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t batch,
+                                     std::int64_t first_row, std::int64_t n_tokens,
+                                     AppendTasks& tasks) {
+  Plan plan(*this);
+  const std::int32_t block_size = format.raw[0].block_size;
+  plan.n_dropped_ = first_needed(format);
+
+  const bool open = !blocks_.empty() && plan.n_dropped_ < blocks_.size() && n_tokens > 0 &&
+                    is_open(blocks_.back(), format);
+  plan.into_open_ = open ? static_cast<std::int32_t>(std::min<std::int64_t>(
+                               n_tokens, block_size - blocks_.back().n_tokens))
+                         : 0;
+  const bool copies = open && is_shared(blocks_.back());
+  const std::int64_t n_new = (n_tokens - plan.into_open_ + block_size - 1) / block_size;
+
+  if (const std::int64_t n_blocks = n_new + (copies ? 1 : 0); n_blocks > 0) {
+    auto taken = pool_->allocate_kv(n_blocks * block_size, owner_,
+                                    codec::name(format.sealed[0].format.code));
+    plan.taken_[0] = std::move(taken.first);
+    plan.taken_[1] = std::move(taken.second);
+  }
+
+  plan.n_settled_ = std::max(n_settled_, plan.n_dropped_);
+  if (format.seals(0) || format.seals(1)) {
+    for (; plan.n_settled_ < blocks_.size(); ++plan.n_settled_) {
+      const TokenBlock& block = blocks_[plan.n_settled_];
+      if (block.end() > length_ - format.window || is_open(block, format)) break;
+      if (block.position < format.sink || block.n_tokens < block_size) continue;
+      for (const int role : kRoles) {
+        if (!format.seals(role)) continue;
+        auto bytes = memory_->take(format.block_bytes(format.sealed[role]));
+        tasks.seals.push_back({block.bytes[role], bytes, role});
+        plan.sealed_.push_back(
+            {plan.n_settled_, role, std::move(bytes), format.sealed[role].format});
+      }
+    }
+  }
+
+  std::shared_ptr<BlockBytes> target[2];
+  if (open) {
+    for (const int role : kRoles) {
+      target[role] = blocks_.back().bytes[role];
+      if (!copies) continue;
+      const std::size_t bytes = format.block_bytes(format.raw[role]);
+      plan.own_copy_[role] = memory_->take(bytes);
+      tasks.copies.push_back({target[role], plan.own_copy_[role], bytes});
+      target[role] = plan.own_copy_[role];
+    }
+    tasks.writes.push_back({{target[0], target[1]}, batch, first_row, blocks_.back().n_tokens,
+                            plan.into_open_});
+  }
+  std::int64_t done = plan.into_open_;
+  plan.added_.reserve(static_cast<std::size_t>(n_new));
+  for (std::int64_t i = 0; i < n_new; ++i) {
+    TokenBlock block;
+    block.position = length_ + done;
+    block.n_tokens = static_cast<std::int32_t>(std::min<std::int64_t>(block_size, n_tokens - done));
+    for (const int role : kRoles) {
+      block.bytes[role] = memory_->take(format.block_bytes(format.raw[role]));
+      block.format[role] = format.raw[role].format;
+    }
+    tasks.writes.push_back(
+        {{block.bytes[0], block.bytes[1]}, batch, first_row + done, 0, block.n_tokens});
+    done += block.n_tokens;
+    plan.added_.push_back(std::move(block));
+  }
+
+  blocks_.reserve(blocks_.size() + plan.added_.size());
+  for (const int role : kRoles) holds_[role].reserve(blocks_.size() + plan.added_.size());
+  return plan;
+}
+
+Sequence::Plan::~Plan() {
+  for (const int role : kRoles) {
+    if (!taken_[role].empty()) sequence_->pool_->release(taken_[role]);
+  }
+}
+
+void Sequence::Plan::commit() noexcept {
+  Sequence& s = *sequence_;
+  for (Sealed& sealed : sealed_) {
+    s.blocks_[sealed.block].bytes[sealed.role] = std::move(sealed.bytes);
+    s.blocks_[sealed.block].format[sealed.role] = sealed.format;
+  }
+  std::size_t n_copied = 0;
+  if (own_copy_[0] != nullptr) {
+    for (const int role : kRoles) {
+      s.blocks_.back().bytes[role] = std::move(own_copy_[role]);
+      s.pool_->release({&s.holds_[role].back(), 1});
+      s.holds_[role].back() = taken_[role].front();
+    }
+    n_copied = 1;
+  }
+  if (into_open_ > 0) {
+    s.blocks_.back().n_tokens += into_open_;
+    s.length_ += into_open_;
+    for (const int role : kRoles) {
+      s.pool_->mark_used(s.holds_[role].back(), s.blocks_.back().n_tokens);
+    }
+  }
+  for (std::size_t i = 0; i < added_.size(); ++i) {
+    s.length_ += added_[i].n_tokens;
+    for (const int role : kRoles) {
+      const Block& hold = taken_[role][n_copied + i];
+      if (added_[i].n_tokens < s.pool_->config().block_size) {
+        s.pool_->mark_used(hold, added_[i].n_tokens);
+      }
+      s.holds_[role].push_back(hold);
+    }
+    s.blocks_.push_back(std::move(added_[i]));
+  }
+  taken_[0].clear();
+  taken_[1].clear();
+
+  s.n_settled_ = n_settled_ - n_dropped_;
+  if (n_dropped_ == 0) return;
+  const auto n = static_cast<std::ptrdiff_t>(n_dropped_);
+  for (const int role : kRoles) {
+    s.pool_->release(std::span(s.holds_[role]).first(n_dropped_));
+    s.holds_[role].erase(s.holds_[role].begin(), s.holds_[role].begin() + n);
+  }
+  s.blocks_.erase(s.blocks_.begin(), s.blocks_.begin() + n);
+}
+
+void Sequence::shorten(std::int64_t length) {
+  while (!blocks_.empty() && blocks_.back().position >= length) {
+    for (const int role : kRoles) {
+      pool_->release({&holds_[role].back(), 1});
+      holds_[role].pop_back();
+    }
+    blocks_.pop_back();
+  }
+  if (!blocks_.empty() && blocks_.back().end() > length) {
+    blocks_.back().n_tokens = static_cast<std::int32_t>(length - blocks_.back().position);
+    for (const int role : kRoles) {
+      if (pool_->ref_count(holds_[role].back()) == 1) {
+        pool_->mark_used(holds_[role].back(), blocks_.back().n_tokens);
+      }
+    }
+  }
+  length_ = length;
+  n_settled_ = std::min(n_settled_, blocks_.size());
+}
+
+void Sequence::fork_from(const Sequence& other) {
+  std::vector<Block> shared[2];
+  std::vector<TokenBlock> blocks = other.blocks_;
+  shared[0] = pool_->share(other.holds_[0], owner_);
+  try {
+    shared[1] = pool_->share(other.holds_[1], owner_);
+  } catch (...) {
+    pool_->release(shared[0]);
+    throw;
+  }
+  clear();
+  blocks_ = std::move(blocks);
+  for (const int role : kRoles) holds_[role] = std::move(shared[role]);
+  length_ = other.length_;
+  n_settled_ = other.n_settled_;
+}
+
+}  // namespace kvpool::detail

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "attention/attention.h"
+#include "codec/codec.h"
+#include "kvpool/block_pool.h"
+#include "sequence/block_memory.h"
+
+namespace kvpool::detail {
+
+/// How the blocks of one layer are stored, for keys and for values.
+struct LayerFormat {
+  codec::PartGeometry raw[2];     ///< Of a block that is being filled. [0]: keys, [1]: values.
+  codec::PartGeometry sealed[2];  ///< Of a block that is not; as raw if nothing is encoded.
+  int n_kv_heads = 0;
+  std::int64_t window = 0;   ///< Newest tokens that stay raw.
+  std::int64_t sink = 0;     ///< First tokens that stay raw.
+  std::int64_t sliding = 0;  ///< If not 0: tokens that a query sees, itself among them.
+
+  std::size_t block_bytes(const codec::PartGeometry& part) const noexcept {
+    return codec::block_bytes(part, n_kv_heads);
+  }
+  bool seals(int role) const noexcept { return !(sealed[role].format == raw[role].format); }
+};
+
+/// Keys and values of consecutive tokens. [0]: keys, [1]: values.
+struct TokenBlock {
+  std::int64_t position = 0;  ///< Of the first token.
+  std::int32_t n_tokens = 0;
+  std::shared_ptr<BlockBytes> bytes[2];
+  codec::Format format[2];
+
+  std::int64_t end() const noexcept { return position + n_tokens; }
+};
+
+// What an append asks of memory, in this order.
+
+/// The raw block at `from` goes to `to` as it is: an open block that a fork shares.
+struct CopyTask {
+  std::shared_ptr<BlockBytes> from, to;
+  std::size_t bytes;
+};
+/// The raw block at `from` goes to `to` encoded.
+struct SealTask {
+  std::shared_ptr<BlockBytes> from, to;
+  int role;
+};
+/// Rows `first_row` ... of the new tokens of batch row `batch` go to slots `slot` ... of a block.
+struct WriteTask {
+  std::shared_ptr<BlockBytes> to[2];
+  std::int64_t batch, first_row;
+  std::int32_t slot, n_tokens;
+};
+struct AppendTasks {
+  std::vector<CopyTask> copies;
+  std::vector<SealTask> seals;
+  std::vector<WriteTask> writes;
+};
+
+/// The blocks of one request in one layer, and the request's hold on them in the pool.
+///
+/// A block is open (raw, being filled), raw and full, or sealed (encoded, immutable). Bytes are
+/// shared with forks; an open block that is shared is copied when one side appends to it.
+class Sequence {
+ public:
+  Sequence(std::shared_ptr<BlockPoolAllocator> pool, std::shared_ptr<BlockMemory> memory,
+           Owner owner);
+  ~Sequence();
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  /// An append that is planned: pool blocks and memory are taken, and go back if it is dropped.
+  class Plan {
+   public:
+    Plan(Plan&& other) noexcept = default;
+    ~Plan();
+    /// Makes it so. Cannot fail.
+    void commit() noexcept;
+
+   private:
+    friend class Sequence;
+    struct Sealed {
+      std::size_t block;
+      int role;
+      std::shared_ptr<BlockBytes> bytes;
+      codec::Format format;
+    };
+    explicit Plan(Sequence& sequence) : sequence_(&sequence) {}
+
+    Sequence* sequence_;
+    std::size_t n_dropped_ = 0;
+    std::size_t n_settled_ = 0;
+    std::vector<Sealed> sealed_;
+    std::shared_ptr<BlockBytes> own_copy_[2];  ///< Of the open block, if a fork shares it.
+    std::int32_t into_open_ = 0;               ///< Tokens that the open block takes.
+    std::vector<TokenBlock> added_;
+    std::vector<Block> taken_[2];  ///< Pool blocks for own_copy_, then added_.
+  };
+
+  /// Plans `n_tokens` more, which are rows `first_row` ... of batch row `batch`. What has left the
+  /// raw window before them is sealed, and what they cannot see is dropped.
+  /// @throws BlockPoolExhaustedError: nothing has changed.
+  Plan plan_append(const LayerFormat& format, std::int64_t batch, std::int64_t first_row,
+                   std::int64_t n_tokens, AppendTasks& tasks);
+
+  std::int64_t length() const noexcept { return length_; }
+  /// Whether blocks were dropped, so that earlier states cannot be had back.
+  bool slid() const noexcept { return !blocks_.empty() && blocks_.front().position > 0; }
+  /// Shortens to `length` tokens.
+  void shorten(std::int64_t length);
+  /// Takes over the tokens of `other`, by reference, under this sequence's owner.
+  void fork_from(const Sequence& other);
+  /// Frees everything.
+  void clear() noexcept;
+  /// Whether the pool still counts these blocks for the owner.
+  bool held() const noexcept { return holds_[0].empty() || holds_[0].back().live(); }
+
+  std::span<const TokenBlock> blocks() const noexcept { return blocks_; }
+  Owner owner() const noexcept { return owner_; }
+
+ private:
+  std::size_t first_needed(const LayerFormat& format) const noexcept;
+  bool is_open(const TokenBlock& block, const LayerFormat& format) const noexcept;
+
+  const std::shared_ptr<BlockPoolAllocator> pool_;
+  const std::shared_ptr<BlockMemory> memory_;
+  const Owner owner_;
+  std::vector<TokenBlock> blocks_;
+  std::vector<Block> holds_[2];  ///< Of blocks_, one each.
+  std::int64_t length_ = 0;
+  std::size_t n_settled_ = 0;  ///< Leading blocks that sealing is done with.
+};
+
+}  // namespace kvpool::detail

@@ -1,0 +1,68 @@
+#include <limits>
+
+#include "unit/kernels/testing.h"
+
+namespace kvpool::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+class Reductions : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { KVPOOL_REQUIRE_LEVEL(GetParam()); }
+  const KernelTable& table() const { return table_named(GetParam()); }
+};
+
+TEST_P(Reductions, MaxIsTheLargestWhereverItStands) {
+  EXPECT_EQ(table().max(nullptr, 0), -kInfinity);
+  for (std::size_t n = 1; n < 70; ++n) {
+    for (std::size_t at = 0; at < n; ++at) {
+      std::vector<float> values(n + 1, -5.0F);
+      values[at] = -2.0F;
+      values[n] = 9.0F;
+      ASSERT_EQ(table().max(values.data(), n), -2.0F) << n << " " << at;
+    }
+  }
+}
+
+TEST_P(Reductions, ExpSumIsExpOfEachAndTheirSum) {
+  for (std::size_t n = 1; n < 70; ++n) {
+    std::vector<float> values(n + 1, 0.5F);
+    for (std::size_t i = 0; i < n; ++i) values[i] = 3.0F - 1.7F * static_cast<float>(i);
+    if (n > 3) values[3] = -kInfinity;
+    const std::vector<float> before = values;
+    const float sum = table().exp_sum(values.data(), n, 3.0F);
+    double expected_sum = 0.0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const double expected = std::exp(double{before[i]} - 3.0);
+      expected_sum += expected;
+      ASSERT_NEAR(values[i], expected, 2e-6 * expected + 1e-37) << before[i];
+    }
+    EXPECT_EQ(values[n], 0.5F);
+    EXPECT_NEAR(sum, expected_sum, 1e-5 * expected_sum);
+  }
+}
+
+TEST_P(Reductions, SoftCapIsTanh) {
+  std::vector<float> values;
+  for (float x = -200.0F; x < 200.0F; x += 0.37F) values.push_back(x);
+  const std::vector<float> before = values;
+  table().soft_cap(values.data(), values.size(), 30.0F);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    EXPECT_NEAR(values[i], 30.0 * std::tanh(before[i] / 30.0), 2e-5);
+  }
+}
+
+TEST_P(Reductions, ScaleTouchesNoMoreThanAsked) {
+  for (std::size_t n = 0; n < 40; ++n) {
+    std::vector<float> values(n + 1, 3.0F);
+    table().scale(values.data(), n, 0.5F);
+    for (std::size_t i = 0; i < n; ++i) ASSERT_EQ(values[i], 1.5F);
+    ASSERT_EQ(values[n], 3.0F);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, Reductions, ::testing::ValuesIn(testing::level_names()));
+
+}  // namespace
+}  // namespace kvpool::kernels

@@ -1,0 +1,142 @@
+// Scores and weighted sums at each level against sums in double over the decoded rows.
+
+#include "unit/kernels/testing.h"
+
+namespace kvpool::kernels {
+namespace {
+
+using codec::Format;
+using codec::PartGeometry;
+using codec::Role;
+using testing::random_rows;
+
+struct Parts {
+  std::vector<std::vector<std::byte>> bytes;
+  std::vector<const std::byte*> pointers;
+  std::vector<std::int32_t> n_tokens;
+  std::vector<float> rows;  // Those that count, decoded.
+  std::size_t n_columns = 0;
+
+  PartRun run() const { return {pointers, n_tokens.data()}; }
+};
+
+/// Parts of which each but the first counts in full, the last at an odd address.
+Parts make_parts(const PartGeometry& geometry) {
+  const KernelTable& scalar = table_named("scalar");
+  Parts parts;
+  for (unsigned i = 0; i < 3; ++i) {
+    const auto rows = random_rows(geometry.block_size, geometry.head_dim, 10 + i);
+    auto part = testing::encoded(scalar, geometry, rows);
+    const std::vector<float> back = testing::decoded(scalar, geometry, part);
+    const int n = i == 0 ? (geometry.block_size + 1) / 2 : geometry.block_size;
+    parts.rows.insert(parts.rows.end(), back.begin(), back.begin() + n * geometry.head_dim);
+    parts.n_tokens.push_back(n);
+    parts.n_columns += static_cast<std::size_t>(n);
+    part.insert(part.begin(), i == 2 ? 1 : 0, std::byte{0});
+    parts.bytes.push_back(std::move(part));
+    parts.pointers.push_back(parts.bytes.back().data() + (i == 2 ? 1 : 0));
+  }
+  return parts;
+}
+
+class Products : public ::testing::TestWithParam<std::tuple<std::string, Format>> {
+ protected:
+  void SetUp() override { KVPOOL_REQUIRE_LEVEL(std::get<0>(GetParam())); }
+  const KernelTable& table() const { return table_named(std::get<0>(GetParam())); }
+  const Format& format() const { return std::get<1>(GetParam()); }
+};
+
+constexpr int kQueryCounts[] = {1, 2, 3, 4, 5, 8, 9, 33};
+constexpr int kBlockSizes[] = {1, 7, 16, 32, 37};
+
+TEST_P(Products, ScoresAreDotProductsWithTheDecodedKeys) {
+  const auto& kernels = table().of_keys(layout_of(format(), Role::kKeys));
+  for (const int head_dim : testing::kHeadDims) {
+    for (const int block_size : kBlockSizes) {
+      const PartGeometry geometry{format(), Role::kKeys, block_size, head_dim};
+      const Parts parts = make_parts(geometry);
+      const auto dim = static_cast<std::size_t>(head_dim);
+      for (const int n_queries : kQueryCounts) {
+        const auto queries = random_rows(n_queries, head_dim, 20);
+        const PartShape shape = testing::shape_of(geometry);
+        struct alignas(64) Line {
+          std::byte bytes[64];
+        };
+        std::vector<Line> prepared(kernels.prepared_bytes(shape, n_queries) / 64 + 1);
+        auto* const at = prepared.front().bytes;
+        kernels.prepare(shape, queries.data(), n_queries, at);
+        const std::size_t stride = parts.n_columns + kColumnSlack;
+        std::vector<float> scores(stride * static_cast<std::size_t>(n_queries));
+        kernels.scores(shape, parts.run(), at, n_queries, scores.data(), stride);
+        for (std::size_t q = 0; q < static_cast<std::size_t>(n_queries); ++q) {
+          for (std::size_t c = 0; c < parts.n_columns; ++c) {
+            double expected = 0.0;
+            double size = 0.0;
+            for (std::size_t d = 0; d < dim; ++d) {
+              const double product = double{queries[q * dim + d]} * parts.rows[c * dim + d];
+              expected += product;
+              size += std::fabs(product);
+            }
+            // Queries are rounded to 16 bits of the largest element at some levels.
+            ASSERT_NEAR(scores[q * stride + c], expected, 2e-5 * size + 1e-4)
+                << "dim " << head_dim << " block " << block_size << " query " << q << " of "
+                << n_queries << " column " << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Products, SumsAreOfTheDecodedValues) {
+  const auto& kernels = table().of_values(layout_of(format(), Role::kValues));
+  for (const int head_dim : testing::kHeadDims) {
+    for (const int block_size : kBlockSizes) {
+      const PartGeometry geometry{format(), Role::kValues, block_size, head_dim};
+      const Parts parts = make_parts(geometry);
+      const auto dim = static_cast<std::size_t>(head_dim);
+      for (const int n_queries : kQueryCounts) {
+        const std::size_t stride = parts.n_columns + kColumnSlack;
+        std::mt19937 random(30);
+        std::vector<float> weights(stride * static_cast<std::size_t>(n_queries));
+        for (float& w : weights) w = std::exp(-10.0F * static_cast<float>(random() % 1000) / 1000);
+        for (std::size_t i = 0; i < weights.size(); i += 5) weights[i] = 0.0F;
+        std::vector<float> out(static_cast<std::size_t>(n_queries) * dim, 1.0F);
+        kernels.accumulate(testing::shape_of(geometry), parts.run(), weights.data(), stride,
+                           n_queries, out.data());
+        for (std::size_t q = 0; q < static_cast<std::size_t>(n_queries); ++q) {
+          for (std::size_t d = 0; d < dim; ++d) {
+            double expected = 1.0;
+            double size = 0.0;
+            for (std::size_t c = 0; c < parts.n_columns; ++c) {
+              const double product =
+                  double{weights[q * stride + c]} * parts.rows[c * dim + d];
+              expected += product;
+              size += std::fabs(product);
+            }
+            ASSERT_NEAR(out[q * dim + d], expected, 1e-4 * size + 1e-4)
+                << "dim " << head_dim << " block " << block_size << " query " << q << " of "
+                << n_queries << " channel " << d;
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, Products,
+                         ::testing::Combine(::testing::ValuesIn(testing::level_names()),
+                                            ::testing::ValuesIn([] {
+                                              std::vector<Format> formats;
+                                              for (const Format& f : testing::all_formats()) {
+                                                if (!f.hadamard) formats.push_back(f);
+                                              }
+                                              return formats;
+                                            }())),
+                         [](const auto& test) {
+                           return std::get<0>(test.param) + "_" +
+                                  testing::label(std::get<1>(test.param));
+                         });
+
+}  // namespace
+}  // namespace kvpool::kernels

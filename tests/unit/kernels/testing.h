@@ -1,0 +1,101 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "kernels/kernels.h"
+
+namespace kvpool::testing {
+
+/// Levels by name, so that a build's list stands in the test names.
+inline std::vector<std::string> level_names() {
+  std::vector<std::string> names;
+  for (const kernels::Level& level : kernels::levels()) names.emplace_back(level.table->name);
+  return names;
+}
+
+inline bool has_level(const std::string& name) {
+  const auto levels = kernels::levels();
+  return std::any_of(levels.begin(), levels.end(), [&](const kernels::Level& level) {
+    return level.table->name == name && level.available;
+  });
+}
+
+#define KVPOOL_REQUIRE_LEVEL(name) \
+  if (!::kvpool::testing::has_level(name)) GTEST_SKIP() << "this CPU lacks " << (name)
+
+inline constexpr int kHeadDims[] = {40, 64, 80, 96, 112, 128, 192, 256};
+
+inline std::vector<codec::Format> all_formats() {
+  using enum codec::Code;
+  std::vector<codec::Format> formats = {{kFp32}, {kFp16}, {kBf16}};
+  for (const codec::Code code : {kInt8, kInt4, kInt2, kKivi4, kKivi2}) {
+    for (const std::uint8_t group_size : {std::uint8_t{32}, std::uint8_t{64}}) {
+      for (const bool hadamard : {false, true}) formats.push_back({code, group_size, hadamard});
+    }
+  }
+  return formats;
+}
+
+inline std::string label(const codec::Format& format) {
+  std::string text(codec::name(format.code));
+  if (!format.is_raw()) text += "_g" + std::to_string(format.group_size);
+  return format.hadamard ? text + "_hadamard" : text;
+}
+
+/// Normal deviates with a mean and a width a channel, as keys have.
+inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> mean(static_cast<std::size_t>(dim));
+  std::vector<float> width(mean.size());
+  for (float& m : mean) m = normal(random);
+  for (float& w : width) w = std::exp(normal(random));
+  std::vector<float> rows(static_cast<std::size_t>(n_rows) * mean.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = mean[i % mean.size()] + width[i % mean.size()] * normal(random);
+  }
+  return rows;
+}
+
+inline kernels::PartShape shape_of(const codec::PartGeometry& geometry) {
+  return {geometry.block_size, geometry.head_dim, geometry.format.group_size};
+}
+
+inline auto encoder(const kernels::KernelTable& table, const codec::PartGeometry& geometry) {
+  const auto layout = kernels::layout_of(geometry.format, geometry.role);
+  return geometry.role == codec::Role::kKeys ? table.of_keys(layout).encode
+                                             : table.of_values(layout).encode;
+}
+
+inline auto decoder(const kernels::KernelTable& table, const codec::PartGeometry& geometry) {
+  const auto layout = kernels::layout_of(geometry.format, geometry.role);
+  return geometry.role == codec::Role::kKeys ? table.of_keys(layout).decode
+                                             : table.of_values(layout).decode;
+}
+
+/// A part of all the rows, as `table` encodes them, untransformed.
+inline std::vector<std::byte> encoded(const kernels::KernelTable& table,
+                                      const codec::PartGeometry& geometry,
+                                      const std::vector<float>& rows) {
+  std::vector<std::byte> part(codec::part_bytes(geometry));
+  encoder(table, geometry)(shape_of(geometry), rows.data(), 0, geometry.block_size, part.data());
+  return part;
+}
+
+inline std::vector<float> decoded(const kernels::KernelTable& table,
+                                  const codec::PartGeometry& geometry,
+                                  const std::vector<std::byte>& part) {
+  std::vector<float> rows(static_cast<std::size_t>(geometry.block_size) *
+                          static_cast<std::size_t>(geometry.head_dim));
+  decoder(table, geometry)(shape_of(geometry), part.data(), 0, geometry.block_size, rows.data());
+  return rows;
+}
+
+}  // namespace kvpool::testing
