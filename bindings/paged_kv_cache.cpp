@@ -89,6 +89,24 @@ void bind_paged_kv_cache(nb::module_& m) {
             cache.keep_rows(indices);
           },
           "indices"_a)
+      .def("_save_row",
+           [](const PagedKVCache& cache, std::int64_t row) -> nb::object {
+             const std::optional<PagedRowImage> image = cache.save_row(row);
+             if (!image) return nb::none();
+             return nb::make_tuple(image->block_size, image->n_kv_heads, image->key_dim,
+                                   image->value_dim, image->dtype, image->blocks, image->keys,
+                                   image->values);
+           },
+           "row"_a)
+      .def("_load_row",
+           [](PagedKVCache& cache, std::int64_t row, std::int64_t block_size,
+              std::int64_t n_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
+              mx::Dtype dtype, std::vector<std::int64_t> blocks, mx::array keys, mx::array values) {
+             cache.load_row(row, {block_size, n_kv_heads, key_dim, value_dim, dtype,
+                                  std::move(blocks), std::move(keys), std::move(values)});
+           },
+           "row"_a, "block_size"_a, "n_kv_heads"_a, "key_dim"_a, "value_dim"_a, "dtype"_a,
+           "blocks"_a, "keys"_a, "values"_a)
       .def("_pending", &PagedKVCache::pending)
       .def("size", &PagedKVCache::size, "Tokens of the longest row.")
       .def("is_trimmable", &PagedKVCache::is_trimmable,

@@ -46,6 +46,19 @@ struct AttentionMask {
   std::optional<mlx::core::array> array;
 };
 
+/// A row as it is saved: packed bytes, at its true length.
+struct PagedRowImage {
+  std::int64_t block_size;
+  std::int64_t n_kv_heads;
+  std::int64_t key_dim;
+  std::int64_t value_dim;
+  mlx::core::Dtype dtype;
+  /// Four numbers a block: position, tokens, whether keys are sealed, whether values are.
+  std::vector<std::int64_t> blocks;
+  mlx::core::array keys;    ///< uint8
+  mlx::core::array values;  ///< uint8
+};
+
 /// Keys and values of one attention layer for a batch of requests, in blocks of a pool, attended
 /// where they lie.
 ///
@@ -105,6 +118,14 @@ class PagedKVCache {
   /// Keeps the rows `indices`, in that order; frees the others.
   void keep_rows(std::span<const std::int64_t> indices);
 
+  /// A row's blocks as bytes, lazily: nothing is copied unless they are evaluated. Nothing for a row
+  /// without tokens.
+  std::optional<PagedRowImage> save_row(std::int64_t row) const;
+  /// Makes an image the contents of a row.
+  /// @throws std::invalid_argument if it is not consistent or does not fit this cache;
+  ///         BlockPoolExhaustedError.
+  void load_row(std::int64_t row, const PagedRowImage& image);
+
   /// Bytes of the blocks held; shared ones count for each holder.
   std::size_t nbytes() const noexcept;
   /// The link that all ops so far hang on: evaluating it runs them.
@@ -115,7 +136,10 @@ class PagedKVCache {
   std::vector<Owner> owners() const;
 
  private:
-  void set_format(const mlx::core::array& keys, const mlx::core::array& values);
+  std::unique_ptr<detail::LayerFormat> make_format(std::int64_t n_kv_heads, std::int64_t key_dim,
+                                                   std::int64_t value_dim,
+                                                   mlx::core::Dtype dtype) const;
+  void require_row(std::int64_t row) const;
   void adopt_format(const PagedKVCache& other);
 
   std::shared_ptr<PagedStorage> storage_;

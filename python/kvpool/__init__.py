@@ -19,35 +19,43 @@ from ._core import (  # noqa: E402
     MlxBufferPool,
     MLXBlockStorage,
     OwnerAlreadyActiveError,
+    PagedKVCacheConfig,
+    PagedStorage,
     PoolConfig,
     PooledKVCache,
     StaleBufferError,
     __version__,
     render_prometheus,
 )
+from .paged_cache import BatchPagedKVCache, PagedKVCache  # noqa: E402
 from .pool_backed_cache import PoolBackedKVCache, build_pooled_caches  # noqa: E402
 
 _mlx_lm_registry.register(PoolBackedKVCache)
+_mlx_lm_registry.register(PagedKVCache)
 
 __all__ = [
+    "__version__",
     "AllocationStats",
+    "BatchPagedKVCache",
     "Block",
     "BlockPoolAllocator",
     "BlockPoolExhaustedError",
+    "build_pooled_caches",
+    "KiviKVCache",
     "KVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
-    "KiviKVCache",
     "MLXBlockStorage",
     "MlxBuffer",
     "MlxBufferPool",
     "OwnerAlreadyActiveError",
+    "PagedKVCache",
+    "PagedKVCacheConfig",
+    "PagedStorage",
     "PoolBackedKVCache",
     "PoolConfig",
     "PooledKVCache",
-    "StaleBufferError",
-    "__version__",
-    "build_pooled_caches",
     "render_prometheus",
+    "StaleBufferError",
 ]

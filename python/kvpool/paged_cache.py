@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from . import _route
-from ._core import PagedKVCacheConfig, PagedKVCacheCore, PagedStorage
+from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedKVCacheCore, PagedStorage, PoolConfig
+from .paged_state import PagedState, restore, saved_config
 
 
 class CausalMask(str):
@@ -110,9 +111,23 @@ class PagedKVCache(_Paged):
         self._release()
 
     @property
-    def state(self) -> list:
-        """What evaluating makes the cache's pending work run: no copy of the tokens."""
-        return [self._pending()]
+    def state(self) -> PagedState:
+        """Evaluated, it makes the cache's pending work run and copies nothing; saved, it is all packed bytes."""
+        return PagedState(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Restores what was saved, in a cache that holds nothing yet."""
+        restore(self, state)
+
+    @classmethod
+    def from_state(cls, state: Any) -> PagedKVCache:
+        """A cache with the saved state and a growing pool of its own."""
+        config, block_size = saved_config(state)
+        pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True))
+        cache = cls(PagedStorage(pool), config)
+        restore(cache, state)
+        return cache
 
     def __deepcopy__(self, memo: dict) -> PagedKVCache:
         fork = PagedKVCache.__new__(PagedKVCache)

@@ -56,7 +56,8 @@ void validate(const Arguments& arguments) {
   require(arguments.n_queries >= 0, "n_queries must not be negative, got ", arguments.n_queries);
   require(arguments.window >= 0, "window must not be negative, got ", arguments.window);
   require(arguments.soft_cap >= 0.0F, "soft_cap must not be negative, got ", arguments.soft_cap);
-  require(arguments.queries != nullptr && arguments.out != nullptr,
+  require(arguments.n_queries == 0 || arguments.sequences.empty() ||
+              (arguments.queries != nullptr && arguments.out != nullptr),
           "queries and out must not be null");
   require(arguments.mask.kind == Mask::Kind::kNone || arguments.mask.data != nullptr,
           "the mask has no data");

@@ -7,6 +7,7 @@
 
 #include "attention/attend_op.h"
 #include "sequence/block_ops.h"
+#include "sequence/image_ops.h"
 #include "sequence/sequence.h"
 #include "util/concat.h"
 #include "util/shape_text.h"
@@ -67,26 +68,36 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
 
 PagedKVCache::~PagedKVCache() = default;
 
-void PagedKVCache::set_format(const mx::array& keys, const mx::array& values) {
-  detail::LayerFormat format;
-  const codec::Code raw = raw_code(keys.dtype());
+std::unique_ptr<detail::LayerFormat> PagedKVCache::make_format(std::int64_t n_kv_heads,
+                                                               std::int64_t key_dim,
+                                                               std::int64_t value_dim,
+                                                               mx::Dtype dtype) const {
+  auto format = std::make_unique<detail::LayerFormat>();
+  const codec::Code raw = raw_code(dtype);
   const auto block_size = static_cast<int>(storage_->pool()->config().block_size);
-  const mx::array* arrays[] = {&keys, &values};
+  const std::int64_t dims[] = {key_dim, value_dim};
   const std::string* tags[] = {&config_.key_format, &config_.value_format};
   for (int role = 0; role < 2; ++role) {
     const auto kind = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
-    const int head_dim = arrays[role]->shape(3);
-    format.raw[role] = {{raw}, kind, block_size, head_dim};
-    format.sealed[role] = {format_of(config_, *tags[role], raw), kind, block_size, head_dim};
-    codec::validate(format.raw[role]);
-    codec::validate(format.sealed[role]);
+    const auto head_dim = static_cast<int>(std::min<std::int64_t>(dims[role], 1 << 20));
+    format->raw[role] = {{raw}, kind, block_size, head_dim};
+    format->sealed[role] = {format_of(config_, *tags[role], raw), kind, block_size, head_dim};
+    codec::validate(format->raw[role]);
+    codec::validate(format->sealed[role]);
   }
-  format.n_kv_heads = keys.shape(1);
-  format.window = config_.window;
-  format.sink = config_.sink;
-  format.sliding = config_.sliding_window;
-  format_ = std::make_unique<detail::LayerFormat>(format);
-  dtype_ = keys.dtype();
+  if (n_kv_heads < 1 || n_kv_heads > 1 << 20) {
+    throw std::invalid_argument(message("n_kv_heads must be 1 to ", 1 << 20, ", got ", n_kv_heads));
+  }
+  format->n_kv_heads = static_cast<int>(n_kv_heads);
+  format->window = config_.window;
+  format->sink = config_.sink;
+  format->sliding = config_.sliding_window;
+  return format;
+}
+
+void PagedKVCache::require_row(std::int64_t row) const {
+  if (row >= 0 && row < n_rows()) return;
+  throw std::invalid_argument(message("row must be 0 to ", n_rows() - 1, ", got ", row));
 }
 
 void PagedKVCache::append(const mx::array& keys, const mx::array& values,
@@ -110,8 +121,9 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
                                           " are not within the ", n_columns, " given"));
     }
   }
+  std::unique_ptr<detail::LayerFormat> first_format;
   if (format_ == nullptr) {
-    set_format(keys, values);
+    first_format = make_format(keys.shape(1), keys.shape(3), values.shape(3), keys.dtype());
   } else if (keys.shape(1) != format_->n_kv_heads || keys.shape(3) != format_->raw[0].head_dim ||
              values.shape(3) != format_->raw[1].head_dim) {
     throw std::invalid_argument(message(
@@ -120,6 +132,8 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
         detail::shape_text(keys.shape()), " and ", detail::shape_text(values.shape())));
   }
 
+  const detail::LayerFormat& format = format_ != nullptr ? *format_ : *first_format;
+  const mx::Dtype dtype = dtype_.value_or(keys.dtype());
   detail::AppendTasks tasks;
   std::vector<detail::Sequence::Plan> plans;
   plans.reserve(rows_.size());
@@ -129,10 +143,12 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
     const std::int64_t from = first.empty() ? 0 : first[i];
     const std::int64_t n = first.empty() ? n_columns : count[i];
     positions[i] = rows_[i]->length() - from;
-    plans.push_back(rows_[i]->plan_append(*format_, static_cast<std::int64_t>(i), from, n, tasks));
+    plans.push_back(rows_[i]->plan_append(format, static_cast<std::int64_t>(i), from, n, tasks));
   }
-  detail::run_append(*storage_->memory(), *format_, tasks, mx::astype(keys, *dtype_),
-                     mx::astype(values, *dtype_));
+  detail::run_append(*storage_->memory(), format, tasks, mx::astype(keys, dtype),
+                     mx::astype(values, dtype));
+  if (first_format != nullptr) format_ = std::move(first_format);
+  dtype_ = dtype;
   for (detail::Sequence::Plan& plan : plans) plan.commit();
   first_positions_ = std::move(positions);
 }
@@ -214,12 +230,7 @@ void PagedKVCache::fork_rows(const PagedKVCache& other, std::span<const std::int
   if (indices.size() != owners.size()) {
     throw std::invalid_argument(message("indices and owners must be as many"));
   }
-  for (const std::int64_t index : indices) {
-    if (index < 0 || index >= other.n_rows()) {
-      throw std::invalid_argument(
-          message("row must be 0 to ", other.n_rows() - 1, ", got ", index));
-    }
-  }
+  for (const std::int64_t index : indices) other.require_row(index);
   adopt_format(other);
   std::vector<std::unique_ptr<detail::Sequence>> rows;
   std::vector<std::int64_t> positions;
@@ -263,6 +274,74 @@ void PagedKVCache::keep_rows(std::span<const std::int64_t> indices) {
   }
   rows_ = std::move(rows);
   first_positions_ = std::move(positions);
+}
+
+std::optional<PagedRowImage> PagedKVCache::save_row(std::int64_t row) const {
+  require_row(row);
+  const detail::Sequence& sequence = *rows_[static_cast<std::size_t>(row)];
+  if (format_ == nullptr || sequence.blocks().empty()) return std::nullopt;
+  std::vector<std::int64_t> blocks;
+  for (const detail::TokenBlock& block : sequence.blocks()) {
+    blocks.push_back(block.position);
+    blocks.push_back(block.n_tokens);
+    for (int role = 0; role < 2; ++role) {
+      blocks.push_back(block.format[role] == format_->raw[role].format ? 0 : 1);
+    }
+  }
+  auto [keys, values] = detail::read_image(*storage_->memory(), *format_,
+                                           {sequence.blocks().begin(), sequence.blocks().end()});
+  return PagedRowImage{format_->raw[0].block_size, format_->n_kv_heads, format_->raw[0].head_dim,
+                       format_->raw[1].head_dim,   *dtype_,             std::move(blocks),
+                       std::move(keys),            std::move(values)};
+}
+
+void PagedKVCache::load_row(std::int64_t row, const PagedRowImage& image) {
+  require_row(row);
+  const std::int64_t block_size = storage_->pool()->config().block_size;
+  if (image.block_size != block_size) {
+    throw std::invalid_argument(message("the image has blocks of ", image.block_size,
+                                        " tokens, the pool of ", block_size));
+  }
+  auto format = make_format(image.n_kv_heads, image.key_dim, image.value_dim, image.dtype);
+  if (format_ != nullptr &&
+      (dtype_ != image.dtype || format_->n_kv_heads != format->n_kv_heads ||
+       format_->raw[0].head_dim != image.key_dim || format_->raw[1].head_dim != image.value_dim)) {
+    throw std::invalid_argument(message("the image is of another type or shape than the cache"));
+  }
+  if (image.blocks.size() % 4 != 0) {
+    throw std::invalid_argument(message("blocks must be four numbers each"));
+  }
+  std::vector<detail::SavedBlock> saved;
+  for (std::size_t i = 0; i < image.blocks.size(); i += 4) {
+    saved.push_back({image.blocks[i],
+                     static_cast<std::int32_t>(std::clamp<std::int64_t>(image.blocks[i + 1], 0,
+                                                                        block_size + 1)),
+                     {image.blocks[i + 2] != 0, image.blocks[i + 3] != 0}});
+  }
+  detail::Sequence restored(storage_->pool(), storage_->memory(), storage_->pool()->new_owner());
+  detail::Sequence& sequence = *rows_[static_cast<std::size_t>(row)];
+  for (const mx::array* bytes : {&image.keys, &image.values}) {
+    if (bytes->dtype() != mx::uint8 || bytes->ndim() != 1) {
+      throw std::invalid_argument(message("keys and values of an image must be uint8 vectors"));
+    }
+  }
+  restored.restore(*format, saved);
+  for (int role = 0; role < 2; ++role) {
+    const mx::array& bytes = role == 0 ? image.keys : image.values;
+    const std::size_t needed = detail::image_bytes(*format, restored.blocks(), role);
+    if (bytes.size() != needed) {
+      throw std::invalid_argument(message(role == 0 ? "keys" : "values", " of the image must be ",
+                                          needed, " bytes, got ", bytes.size()));
+    }
+  }
+  detail::write_image(*storage_->memory(), *format, restored.blocks(), image.keys, image.values);
+  sequence.fork_from(restored);
+  if (format_ == nullptr) {
+    format_ = std::move(format);
+    dtype_ = image.dtype;
+  }
+  first_positions_.resize(rows_.size());
+  first_positions_[static_cast<std::size_t>(row)] = sequence.length();
 }
 
 std::size_t PagedKVCache::nbytes() const noexcept {

@@ -1,6 +1,9 @@
 #include "sequence/sequence.h"
 
 #include <algorithm>
+#include <stdexcept>
+
+#include "util/concat.h"
 
 namespace kvpool::detail {
 
@@ -73,7 +76,7 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
       if (block.end() > length_ - format.window || is_open(block, format)) break;
       if (block.position < format.sink || block.n_tokens < block_size) continue;
       for (const int role : kRoles) {
-        if (!format.seals(role)) continue;
+        if (!format.seals(role) || !(block.format[role] == format.raw[role].format)) continue;
         auto bytes = memory_->take(format.block_bytes(format.sealed[role]));
         tasks.seals.push_back({block.bytes[role], bytes, role});
         plan.sealed_.push_back(
@@ -203,6 +206,44 @@ void Sequence::fork_from(const Sequence& other) {
   for (const int role : kRoles) holds_[role] = std::move(shared[role]);
   length_ = other.length_;
   n_settled_ = other.n_settled_;
+}
+
+void Sequence::restore(const LayerFormat& format, std::span<const SavedBlock> saved) {
+  const std::int32_t block_size = format.raw[0].block_size;
+  std::vector<TokenBlock> blocks;
+  std::int64_t next = saved.empty() ? 0 : saved.front().position;
+  for (const SavedBlock& block : saved) {
+    if (block.position != next || block.position < 0 || block.n_tokens < 1 ||
+        block.n_tokens > block_size || (block.sealed[0] && !format.seals(0)) ||
+        (block.sealed[1] && !format.seals(1))) {
+      throw std::invalid_argument(concat(
+          "PagedKVCache: saved blocks must follow each other with 1 to ", block_size,
+          " tokens each; got ", block.n_tokens, " at ", block.position, " where ", next,
+          " comes next"));
+    }
+    next = block.position + block.n_tokens;
+    TokenBlock& restored = blocks.emplace_back();
+    restored.position = block.position;
+    restored.n_tokens = block.n_tokens;
+    for (const int role : kRoles) {
+      const codec::PartGeometry& part = block.sealed[role] ? format.sealed[role] : format.raw[role];
+      restored.bytes[role] = memory_->take(format.block_bytes(part));
+      restored.format[role] = part.format;
+    }
+  }
+  clear();
+  if (blocks.empty()) return;
+  auto [keys, values] =
+      pool_->allocate_kv(static_cast<std::int64_t>(blocks.size()) * block_size, owner_,
+                         codec::name(format.sealed[0].format.code));
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    pool_->mark_used(keys[i], blocks[i].n_tokens);
+    pool_->mark_used(values[i], blocks[i].n_tokens);
+  }
+  holds_[0] = std::move(keys);
+  holds_[1] = std::move(values);
+  blocks_ = std::move(blocks);
+  length_ = next;
 }
 
 }  // namespace kvpool::detail

@@ -37,6 +37,13 @@ struct TokenBlock {
   std::int64_t end() const noexcept { return position + n_tokens; }
 };
 
+/// A TokenBlock without its bytes.
+struct SavedBlock {
+  std::int64_t position;
+  std::int32_t n_tokens;
+  bool sealed[2];
+};
+
 // What an append asks of memory, in this order.
 
 /// The raw block at `from` goes to `to` as it is: an open block that a fork shares.
@@ -114,6 +121,10 @@ class Sequence {
   void shorten(std::int64_t length);
   /// Takes over the tokens of `other`, by reference, under this sequence's owner.
   void fork_from(const Sequence& other);
+  /// Takes pool blocks and memory for the blocks described, in place of what this sequence holds; their
+  /// bytes are the caller's to write.
+  /// @throws std::invalid_argument if they do not follow each other; BlockPoolExhaustedError.
+  void restore(const LayerFormat& format, std::span<const SavedBlock> saved);
   /// Frees everything.
   void clear() noexcept;
   /// Whether the pool still counts these blocks for the owner.

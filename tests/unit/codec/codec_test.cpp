@@ -149,7 +149,8 @@ TEST(Codec, KiviIsExactForRowsThatDifferByOneStep) {
   std::vector<float> back(rows.size());
   decode(geometry, part.data(), 0, 32, back.data());
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] < 2048.0F) EXPECT_EQ(back[i], rows[i]) << i;  // fp16 holds these.
+    if (rows[i] > 2047.0F) continue;  // fp16 holds those below.
+    EXPECT_EQ(back[i], rows[i]) << i;
   }
 }
 
@@ -182,7 +183,7 @@ TEST(Names, GoThereAndBack) {
   }
 }
 
-TEST(Validate, RefusesWhatNoKernelTakes) {
+TEST(Codec, RefusesWhatNoKernelTakes) {
   for (const int dim : testing::kHeadDims) {
     for (const Format& format : testing::all_formats()) {
       EXPECT_NO_THROW(validate({format, kKeys, 16, dim}));

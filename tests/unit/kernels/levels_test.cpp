@@ -10,7 +10,9 @@ TEST(Levels, ScalarIsAlwaysThereAndTheActiveOneRuns) {
   const char* const forced = std::getenv("KVPOOL_KERNELS");
   const std::string name(active().name);
   EXPECT_TRUE(testing::has_level(name));
-  if (forced != nullptr && *forced != '\0') EXPECT_EQ(name, forced);
+  if (forced != nullptr && *forced != '\0') {
+    EXPECT_EQ(name, forced);
+  }
 }
 
 TEST(Levels, AnUnknownOneIsRefusedWithThoseAllowed) {

@@ -1,0 +1,73 @@
+"""The saved form of a paged cache, as mlx_lm's ``save_prompt_cache`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from ._core import PagedKVCacheConfig, PagedKVCacheCore
+
+VERSION = 1
+
+_CONFIG = ("key_format", "value_format", "group_size", "hadamard", "window", "sink", "sliding_window")
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class PagedState(list):
+    """A cache's state in the two ways that mlx_lm uses one.
+
+    ``mx.eval`` looks at the list itself: it holds the one array that the cache's pending work hangs on, so that
+    evaluating costs no copy. ``tree_flatten``, with which ``save_prompt_cache`` starts, iterates: that gives all
+    there is to save, the packed bytes at their true length.
+    """
+
+    def __init__(self, cache: PagedKVCacheCore):
+        super().__init__([cache._pending()])
+        self._cache = cache
+
+    def __iter__(self) -> Iterator[Any]:
+        config = self._cache.config
+        yield VERSION
+        yield [int(v) if isinstance(v, bool) else v for v in (getattr(config, name) for name in _CONFIG)]
+        yield self._cache.storage.pool.config.block_size
+        yield [_saved_row(self._cache._save_row(i)) for i in range(self._cache.n_rows)]
+
+
+def _saved_row(image: tuple | None) -> list:
+    if image is None:
+        return [""]
+    block_size, n_kv_heads, key_dim, value_dim, dtype, blocks, keys, values = image
+    name = next(name for name, known in _DTYPES.items() if known == dtype)
+    return [name, n_kv_heads, key_dim, value_dim, mx.array(blocks, mx.int64), keys, values]
+
+
+def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int]:
+    """The configuration and the block size of a saved state. Raises ValueError if it is not one of this version."""
+    try:
+        version, values, block_size, rows = state
+        values = dict(zip(_CONFIG, values, strict=True))
+    except (TypeError, ValueError):
+        raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved") from None
+    if version != VERSION:
+        raise ValueError(f"PagedKVCache: the state is of version {version}, this kvpool reads version {VERSION}")
+    return PagedKVCacheConfig(**{**values, "hadamard": bool(values["hadamard"])}), int(block_size)
+
+
+def restore(cache: PagedKVCacheCore, state: Any) -> None:
+    """Loads a saved state into an empty cache of the same configuration and number of rows.
+
+    Raises ValueError if it is not consistent or does not fit, BlockPoolExhaustedError; the cache is then empty.
+    """
+    config, block_size = saved_config(state)
+    rows = list(state)[3]
+    if config != cache.config or len(rows) != cache.n_rows:
+        raise ValueError("PagedKVCache: the state is of another configuration, or of another number of rows")
+    for i, row in enumerate(rows):
+        if row[0] == "":
+            continue
+        dtype, n_kv_heads, key_dim, value_dim, blocks, keys, values = row
+        if dtype not in _DTYPES:
+            raise ValueError(f"PagedKVCache: the state's type must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        cache._load_row(i, block_size, n_kv_heads, key_dim, value_dim, _DTYPES[dtype], blocks.tolist(), keys, values)
