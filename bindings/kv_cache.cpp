@@ -5,9 +5,9 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
-#include "kvpool/kivi_kv_cache.h"
 #include "kvpool/kv_cache_builder.h"
 #include "kvpool/pooled_kv_cache.h"
+#include "kvpool/standalone_kv_cache.h"
 
 namespace kvpool::bindings {
 
@@ -123,18 +123,18 @@ void bind_pooled(nb::module_& m) {
       });
 }
 
-void bind_kivi(nb::module_& m) {
-  nb::class_<KiviKVCache, KVCache>(
-      m, "KiviKVCache",
-      "KIVI (Liu et al. 2024): keys quantised per channel over groups of tokens, values per token\n"
-      "over groups of channels, with fp16 scales and biases; the `residual` newest tokens stay fp16.\n"
-      "Really packed; lazy.\n\nRaises ValueError naming the argument and what is allowed.")
-      .def(nb::init<std::int64_t, int, int, std::int64_t>(), "head_dim"_a, "bits"_a = 2,
-           "group_size"_a = 32, "residual"_a = 128)
-      .def_prop_ro("head_dim", &KiviKVCache::head_dim)
-      .def("__repr__", [](const KiviKVCache& self) {
-        return "KiviKVCache(size=" + std::to_string(self.size()) +
-               ", bits_per_code=" + std::to_string(self.bits()) + ")";
+void bind_standalone(nb::module_& m) {
+  nb::class_<StandaloneKVCache, KVCache>(
+      m, "StandaloneKVCache",
+      "One head's tokens in paged blocks of its own, with any format: packed for real, attended where\n"
+      "they lie. Vectors are kept as fp16 until they are encoded. attend() gives fp16.\n\n"
+      "Raises ValueError naming the argument and what is allowed.")
+      .def(nb::init<std::int64_t, const PagedKVCacheConfig&, std::int64_t>(), "head_dim"_a,
+           "config"_a, "block_size"_a = 32)
+      .def_prop_ro("head_dim", &StandaloneKVCache::head_dim)
+      .def("__repr__", [](const StandaloneKVCache& self) {
+        return "StandaloneKVCache(size=" + std::to_string(self.size()) + ", format='" +
+               self.config().key_format + "')";
       });
 }
 
@@ -143,16 +143,21 @@ void bind_builder(nb::module_& m) {
       .def(
           "__init__",
           [](KVCacheConfig* self, std::string method, std::int64_t head_dim, int bits,
-             int group_size, std::int64_t residual) {
-            new (self) KVCacheConfig{std::move(method), head_dim, bits, group_size, residual};
+             int group_size, std::int64_t block_size, std::int64_t window, std::int64_t sink) {
+            new (self) KVCacheConfig{std::move(method), head_dim, bits, group_size,
+                                     block_size,        window,   sink};
           },
           "method"_a = "kivi", "head_dim"_a = 128, "bits"_a = 2, "group_size"_a = 32,
-          "residual"_a = 128)
-      .def_rw("method", &KVCacheConfig::method, "'kivi'")
+          "block_size"_a = 32, "window"_a = 128, "sink"_a = 0)
+      .def_rw("method", &KVCacheConfig::method,
+              "'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2'; 'int' and 'kivi' with `bits`.")
       .def_rw("head_dim", &KVCacheConfig::head_dim)
       .def_rw("bits", &KVCacheConfig::bits)
-      .def_rw("group_size", &KVCacheConfig::group_size)
-      .def_rw("residual", &KVCacheConfig::residual, "Newest tokens that stay in fp16.")
+      .def_rw("group_size", &KVCacheConfig::group_size, "Channels to a scale: 32 or 64.")
+      .def_rw("block_size", &KVCacheConfig::block_size,
+              "Tokens a block: those that KIVI's keys share a scale with.")
+      .def_rw("window", &KVCacheConfig::window, "Newest tokens that stay fp16.")
+      .def_rw("sink", &KVCacheConfig::sink, "First tokens that stay fp16.")
       .def(nb::self == nb::self);
   nb::class_<KVCacheFactory>(m, "KVCacheFactory")
       .def_static("create", &KVCacheFactory::create, "config"_a,
@@ -164,7 +169,9 @@ void bind_builder(nb::module_& m) {
       .def("with_head_dim", &KVCacheBuilder::with_head_dim, "head_dim"_a, nb::rv_policy::none)
       .def("with_bits", &KVCacheBuilder::with_bits, "bits"_a, nb::rv_policy::none)
       .def("with_group_size", &KVCacheBuilder::with_group_size, "group_size"_a, nb::rv_policy::none)
-      .def("with_residual", &KVCacheBuilder::with_residual, "residual"_a, nb::rv_policy::none)
+      .def("with_block_size", &KVCacheBuilder::with_block_size, "block_size"_a, nb::rv_policy::none)
+      .def("with_window", &KVCacheBuilder::with_window, "window"_a, nb::rv_policy::none)
+      .def("with_sink", &KVCacheBuilder::with_sink, "sink"_a, nb::rv_policy::none)
       .def_prop_ro("config", &KVCacheBuilder::config, nb::rv_policy::copy)
       .def("build", &KVCacheBuilder::build, "As KVCacheFactory.create().");
 }
@@ -174,7 +181,7 @@ void bind_builder(nb::module_& m) {
 void bind_kv_cache(nb::module_& m) {
   bind_interface(m);
   bind_pooled(m);
-  bind_kivi(m);
+  bind_standalone(m);
   bind_builder(m);
 }
 

@@ -9,7 +9,7 @@ NB_MODULE(_core, m) {
   bind_block_pool(m);
   bind_mlx_buffer_pool(m);
   bind_mlx_block_storage(m);
-  bind_kv_cache(m);
   bind_pool_backed_kv_cache(m);
   bind_paged_kv_cache(m);
+  bind_kv_cache(m);
 }

@@ -10,13 +10,19 @@ namespace kvpool {
 
 /// What KVCacheFactory makes a standalone cache from. Plain data.
 struct KVCacheConfig {
-  /// "kivi".
+  /// "fp16", "int8", "int4", "int2", "kivi4", "kivi2"; "int" and "kivi" with `bits` of their own.
   std::string method = "kivi";
   std::int64_t head_dim = 128;
+  /// Of methods "int" (8, 4, 2) and "kivi" (4, 2).
   int bits = 2;
+  /// Channels to a scale: 32 or 64.
   int group_size = 32;
-  /// Newest tokens that stay in fp16.
-  std::int64_t residual = 128;
+  /// Tokens a block: those that KIVI's keys share a scale with.
+  std::int64_t block_size = 32;
+  /// Newest tokens that stay fp16.
+  std::int64_t window = 128;
+  /// First tokens that stay fp16.
+  std::int64_t sink = 0;
 
   bool operator==(const KVCacheConfig&) const = default;
 };
@@ -33,7 +39,9 @@ class KVCacheBuilder {
   KVCacheBuilder& with_head_dim(std::int64_t head_dim);
   KVCacheBuilder& with_bits(int bits);
   KVCacheBuilder& with_group_size(int group_size);
-  KVCacheBuilder& with_residual(std::int64_t residual);
+  KVCacheBuilder& with_block_size(std::int64_t block_size);
+  KVCacheBuilder& with_window(std::int64_t window);
+  KVCacheBuilder& with_sink(std::int64_t sink);
 
   const KVCacheConfig& config() const noexcept { return config_; }
   /// As KVCacheFactory::create().

@@ -10,7 +10,6 @@ from ._core import (  # noqa: E402
     Block,
     BlockPoolAllocator,
     BlockPoolExhaustedError,
-    KiviKVCache,
     KVCache,
     KVCacheBuilder,
     KVCacheConfig,
@@ -24,6 +23,7 @@ from ._core import (  # noqa: E402
     PoolConfig,
     PooledKVCache,
     StaleBufferError,
+    StandaloneKVCache,
     __version__,
     render_prometheus,
 )
@@ -41,7 +41,6 @@ __all__ = [
     "BlockPoolAllocator",
     "BlockPoolExhaustedError",
     "build_pooled_caches",
-    "KiviKVCache",
     "KVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
@@ -58,4 +57,5 @@ __all__ = [
     "PooledKVCache",
     "render_prometheus",
     "StaleBufferError",
+    "StandaloneKVCache",
 ]

@@ -146,10 +146,10 @@ class Walk {
         n_tokens[i] = run.blocks[i].n_tokens;
       }
       score(run.blocks[0].key_format, run.blocks[0].block_size,
-            {std::span(keys).first(n_blocks), n_tokens.data()});
+            {keys.data(), n_tokens.data(), n_blocks});
       weigh(run);
       accumulate(run.blocks[0].value_format, run.blocks[0].block_size,
-                 {std::span(values).first(n_blocks), n_tokens.data()});
+                 {values.data(), n_tokens.data(), n_blocks});
     } else {
       decode_and_score(run);
       weigh(run);
@@ -201,14 +201,14 @@ class Walk {
     codec::Format format;
     // The rows are still turned: fp32 with hadamard, which nothing stores.
     format.hadamard = run.blocks[0].key_format.hadamard;
-    score(format, run.n_tokens, {std::span(&part, 1), &run.n_tokens});
+    score(format, run.n_tokens, {&part, &run.n_tokens, 1});
   }
 
   void decode_and_accumulate(const Run& run) {
     const std::byte* const part = decode(run, Role::kValues);
     codec::Format format;
     format.hadamard = run.blocks[0].value_format.hadamard;
-    accumulate(format, run.n_tokens, {std::span(&part, 1), &run.n_tokens});
+    accumulate(format, run.n_tokens, {&part, &run.n_tokens, 1});
   }
 
   std::size_t offset_in_block(const BlockRef& block, Role role) const {

@@ -1,20 +1,41 @@
 #include "kvpool/kv_cache_builder.h"
 
+#include <algorithm>
+#include <array>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
-#include "kvpool/kivi_kv_cache.h"
+#include "kvpool/standalone_kv_cache.h"
 #include "util/concat.h"
 
 namespace kvpool {
 
+namespace {
+
+constexpr std::array<std::string_view, 6> kMethods{"fp16", "int8", "int4", "int2", "kivi4", "kivi2"};
+
+}  // namespace
+
 std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
-  if (config.method == "kivi") {
-    return std::make_shared<KiviKVCache>(config.head_dim, config.bits, config.group_size,
-                                         config.residual);
+  const bool has_bits = config.method == "int" || config.method == "kivi";
+  const std::string method =
+      has_bits ? detail::concat(config.method, config.bits) : config.method;
+  if (std::find(kMethods.begin(), kMethods.end(), method) == kMethods.end()) {
+    throw std::invalid_argument(detail::concat(
+        "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4 or kivi2, or int or kivi with "
+        "such bits; got '",
+        config.method, "'", has_bits ? detail::concat(" with bits ", config.bits) : ""));
   }
-  throw std::invalid_argument(
-      detail::concat("KVCacheConfig: method must be 'kivi', got '", config.method, "'"));
+  const std::string format = method == "fp16" ? "raw" : method;
+  return std::make_shared<StandaloneKVCache>(
+      config.head_dim,
+      PagedKVCacheConfig{.key_format = format,
+                         .value_format = format,
+                         .group_size = config.group_size,
+                         .window = config.window,
+                         .sink = config.sink},
+      config.block_size);
 }
 
 KVCacheBuilder& KVCacheBuilder::with_method(std::string method) {
@@ -37,8 +58,18 @@ KVCacheBuilder& KVCacheBuilder::with_group_size(int group_size) {
   return *this;
 }
 
-KVCacheBuilder& KVCacheBuilder::with_residual(std::int64_t residual) {
-  config_.residual = residual;
+KVCacheBuilder& KVCacheBuilder::with_block_size(std::int64_t block_size) {
+  config_.block_size = block_size;
+  return *this;
+}
+
+KVCacheBuilder& KVCacheBuilder::with_window(std::int64_t window) {
+  config_.window = window;
+  return *this;
+}
+
+KVCacheBuilder& KVCacheBuilder::with_sink(std::int64_t sink) {
+  config_.sink = sink;
   return *this;
 }
 

@@ -35,9 +35,10 @@ struct PartShape {
 /// Parts of one head in consecutive blocks that share a format; the kernels take them in one call.
 /// Tokens are counted over the run: column c is the c-th token.
 struct PartRun {
-  std::span<const std::byte* const> parts;
+  const std::byte* const* parts;
   /// Of each part, its first n_tokens count: 1 to block_size.
   const std::int32_t* n_tokens;
+  std::size_t n_parts;
 };
 
 /// Scores and weights may be read, and scores overwritten, up to this many columns after the last.

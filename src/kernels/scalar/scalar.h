@@ -29,7 +29,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   const auto dim = static_cast<std::size_t>(shape.head_dim);
   float row[codec::kMaxHeadDim];
   std::size_t column = 0;
-  for (std::size_t p = 0; p < run.parts.size(); ++p) {
+  for (std::size_t p = 0; p < run.n_parts; ++p) {
     for (int t = 0; t < run.n_tokens[p]; ++t, ++column) {
       kDecode(shape, run.parts[p], t, 1, row);
       for (std::size_t q = 0; q < static_cast<std::size_t>(n_queries); ++q) {
@@ -47,7 +47,7 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
   const auto dim = static_cast<std::size_t>(shape.head_dim);
   float row[codec::kMaxHeadDim];
   std::size_t column = 0;
-  for (std::size_t p = 0; p < run.parts.size(); ++p) {
+  for (std::size_t p = 0; p < run.n_parts; ++p) {
     for (int t = 0; t < run.n_tokens[p]; ++t, ++column) {
       kDecode(shape, run.parts[p], t, 1, row);
       for (std::size_t q = 0; q < static_cast<std::size_t>(n_queries); ++q) {

@@ -17,7 +17,7 @@ struct Parts {
   std::vector<float> rows;  // Those that count, decoded.
   std::size_t n_columns = 0;
 
-  PartRun run() const { return {pointers, n_tokens.data()}; }
+  PartRun run() const { return {pointers.data(), n_tokens.data(), pointers.size()}; }
 };
 
 /// Parts of which each but the first counts in full, the last at an odd address.

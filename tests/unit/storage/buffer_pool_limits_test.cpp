@@ -5,6 +5,9 @@
 #include "kvpool/mlx_buffer_pool.h"
 #include "testing.h"
 
+/// AddressSanitizer's malloc gives up on huge sizes unless told to fail as malloc does.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+
 namespace kvpool {
 namespace {
 

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/integer_layout.h"
+#include "kernels/kernels.h"
+
+namespace kvpool::kernels::avx512 {
+
+/// Queries that a kernel takes at a time.
+inline constexpr int kMostQueries = 4;
+
+/// Calls run(first query, its count as a constant) over n_queries.
+template <typename Run>
+inline void for_query_chunks(int n_queries, const Run& run) {
+  int first = 0;
+  for (; first + kMostQueries <= n_queries; first += kMostQueries) {
+    run(first, std::integral_constant<int, kMostQueries>());
+  }
+  switch (n_queries - first) {
+    case 3:
+      return run(first, std::integral_constant<int, 3>());
+    case 2:
+      return run(first, std::integral_constant<int, 2>());
+    case 1:
+      return run(first, std::integral_constant<int, 1>());
+    default:
+      return;
+  }
+}
+
+/// fp32 rows are worked on, and queries kept, in steps of this many elements; the last is filled
+/// up with zeros.
+inline constexpr std::size_t kStep = 32;
+inline std::size_t n_steps(const PartShape& shape) { return ceil_div(as_size(shape.head_dim), kStep); }
+
+/// Where a run of rows in fp32 stands in for tiles that are not full.
+std::size_t fp32_query_bytes(const PartShape& shape, int n_queries);
+void prepare_fp32_queries(const PartShape& shape, const float* queries, int n_queries,
+                          std::byte* prepared);
+void score_fp32_rows(const PartShape& shape, const float* rows, int n_rows,
+                     const std::byte* prepared, int n_queries, float* scores, std::size_t stride);
+void accumulate_fp32_rows(const PartShape& shape, const float* rows, int n_rows,
+                          const float* weights, std::size_t stride, int n_queries, float* out);
+
+KeyKernels raw_keys(Layout layout);
+ValueKernels raw_values(Layout layout);
+KeyKernels affine_keys(Layout layout);
+ValueKernels affine_values(Layout layout);
+KeyKernels channel_keys(Layout layout);
+
+/// The largest element, in every lane.
+inline __m512 max_in_all(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4E));
+  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xB1));
+  x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4E));
+  return _mm512_max_ps(x, _mm512_permute_ps(x, 0xB1));
+}
+
+/// 1 / x to 28 bits.
+inline __m512 reciprocal(__m512 x) {
+  const __m512 near = _mm512_rcp14_ps(x);
+  return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.0F)));
+}
+
+inline __m512 load_halves(const std::byte* halves) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+}
+inline __m512 load_halves(const std::byte* halves, __mmask16 mask) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves));
+}
+
+inline __mmask16 first_lanes(int n) {
+  return n >= 16 ? __mmask16{0xFFFF} : static_cast<__mmask16>((1U << n) - 1U);
+}
+
+// Products of codes with numbers in fixed point.
+//
+// A number x of 16 bits is 256 * high + low, both signed bytes, so that vpdpbusd multiplies four
+// unsigned codes with four digits at a time. The 16 numbers that go with the codes of one vector of
+// 16 channels (keys) or tokens (values) are 8 words of digits, low[4] then high[4], in the order in
+// which bytes of codes come out of the 32-bit words: first by word, then by shift.
+
+inline constexpr std::size_t kDigitWords = 8;
+/// The largest number, with room for an inexact reciprocal.
+inline constexpr float kLargest = 32630.0F;
+
+/// 32-bit words of 16 codes, and vectors of bytes in such a word.
+template <int kBits>
+inline constexpr int kWords = kBits / 2;
+template <int kBits>
+inline constexpr int kShifts = 8 / kBits;
+
+/// For each of the digits' bytes, the byte of the 16 dwords that it comes from.
+template <int kBits>
+struct DigitOrder {
+  alignas(64) std::uint8_t from[64] = {};
+  constexpr DigitOrder() {
+    for (int word = 0; word < kWords<kBits>; ++word) {
+      for (int shift = 0; shift < kShifts<kBits>; ++shift) {
+        for (int byte = 0; byte < 4; ++byte) {
+          const int number = word * (32 / kBits) + byte * kShifts<kBits> + shift;
+          const int to = 4 * (word * kShifts<kBits> + shift) + byte;
+          from[to] = static_cast<std::uint8_t>(4 * number);
+          from[16 + to] = static_cast<std::uint8_t>(4 * number + 1);
+        }
+      }
+    }
+  }
+};
+template <int kBits>
+inline constexpr DigitOrder<kBits> kDigitOrder{};
+
+/// Digits of 16 numbers that are at most kLargest, rounded.
+template <int kBits>
+inline void store_digits(__m512 numbers_plus_128, std::int32_t* digits) {
+  // 128 more makes the low digit unsigned and rounds the high one.
+  const __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(kDigitOrder<kBits>.from),
+                                                _mm512_cvtps_epi32(numbers_plus_128));
+  const __m128i low = _mm_xor_si128(_mm512_castsi512_si128(bytes), _mm_set1_epi8(-128));
+  _mm_store_si128(reinterpret_cast<__m128i*>(digits), low);
+  _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm512_extracti32x4_epi32(bytes, 1));
+}
+
+/// The codes at `shift` of 16 words, a code a byte.
+template <int kBits>
+inline __m512i codes_at(__m512i words, int shift) {
+  if constexpr (kBits == 8) return words;
+  constexpr std::int8_t kMask = (1 << kBits) - 1;
+  return _mm512_and_si512(_mm512_srli_epi32(words, static_cast<unsigned>(kBits * shift)),
+                          _mm512_set1_epi8(kMask));
+}
+
+/// Sums of products, of the digits apart.
+struct DigitSums {
+  __m512i low = _mm512_setzero_si512();
+  __m512i high = _mm512_setzero_si512();
+
+  void add(__m512i codes, const std::int32_t* digits, int word) {
+    low = _mm512_dpbusd_epi32(low, codes, _mm512_set1_epi32(digits[word]));
+    high = _mm512_dpbusd_epi32(high, codes, _mm512_set1_epi32(digits[word + 4]));
+  }
+  __m512 total() const {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  }
+};
+
+/// 16 vectors of channels, a lane a token, become 16 rows of `width` channels.
+void store_transposed(__m512* channels, int width, float* rows, std::size_t row_stride, int first,
+                      int n);
+
+}  // namespace kvpool::kernels::avx512
