@@ -46,7 +46,16 @@ struct StatsView {
 };
 
 BlockPoolAllocator& pool_of(PoolHandle handle) {
+  if (!nb::inst_ready(handle)) throw nb::type_error("BlockPoolAllocator: __init__ was not called");
   return *nb::inst_ptr<BlockPoolAllocator>(handle);
+}
+
+/// What `object` holds; a TypeError saying `expected` if it is no T.
+template <typename T>
+T& require(nb::handle object, const char* expected) {
+  T* held = nullptr;
+  if (nb::try_cast(object, held) && held != nullptr) return *held;
+  throw nb::type_error((std::string(expected) + ", got " + nb::inst_name_of(object)).c_str());
 }
 
 nb::list to_list(const std::vector<Block>& blocks, PoolHandle pool) {

@@ -1,2 +1,17 @@
 # The kernels of the target's instruction sets: each level is files with flags of their own.
+# GCC takes the undefined operands of its own AVX-512 header for a mistake.
+# Without contraction of a * b + c, every level decodes the same bits.
 set(KVPOOL_LEVEL_SOURCES src/kernels/levels_generic.cpp)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(avx512_sources
+    src/kernels/avx512/affine_keys.cpp
+    src/kernels/avx512/affine_values.cpp
+    src/kernels/avx512/channel_keys.cpp
+    src/kernels/avx512/raw.cpp
+    src/kernels/avx512/table.cpp)
+  set_source_files_properties(${avx512_sources} PROPERTIES COMPILE_OPTIONS
+    "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized$<SEMICOLON>-Wno-maybe-uninitialized>;-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512vbmi;-mavx512vnni;-mfma;-mf16c;-ffp-contract=off")
+  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_x86.cpp ${avx512_sources})
+endif()
+set_source_files_properties(src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp
+  PROPERTIES COMPILE_OPTIONS -ffp-contract=off)

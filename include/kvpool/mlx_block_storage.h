@@ -25,7 +25,8 @@ namespace kvpool {
 ///
 /// Writes and reads are lazy and happen in the order in which they are asked for, on the caller's
 /// stream if that is on the CPU, else on the CPU's default one (MLX's memory is one for both).
-/// Nothing here evaluates an array. Thread-safe.
+/// Nothing here evaluates an array. Thread-safe; but reads and writes of a segment hang together, and
+/// MLX wants what hangs together evaluated by one thread at a time.
 class MLXBlockStorage {
  public:
   /// @param buffers  where segments come from; a pool of its own if null.

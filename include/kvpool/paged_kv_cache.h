@@ -86,7 +86,8 @@ class PagedKVCache {
   void append(const mlx::core::array& keys, const mlx::core::array& values,
               std::span<const std::int64_t> first = {}, std::span<const std::int64_t> count = {});
 
-  /// All tokens, (B, n_kv_heads, longest row, head_dim), shorter rows to the right after zeros.
+  /// All tokens, (B, n_kv_heads, longest row, head_dim), shorter rows to the right after zeros. With a
+  /// sliding window only those that the tokens appended last can see.
   /// Costs nothing unless it is evaluated.
   KeysAndValues fetch() const;
 

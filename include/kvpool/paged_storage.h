@@ -13,7 +13,8 @@ class BlockMemory;
 }  // namespace detail
 
 /// What the paged caches of all layers and requests share: the pool that counts their blocks and the
-/// memory that the blocks lie in. Thread-safe.
+/// memory that the blocks lie in. Thread-safe; but ops on its blocks hang together, and MLX wants what
+/// hangs together evaluated by one thread at a time.
 class PagedStorage {
  public:
   /// @param buffers  where memory comes from; a pool of its own if null.

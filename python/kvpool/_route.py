@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ._core import PagedKVCacheCore
+
 _PREFIX = "mlx_lm.models."
 _NAME = "scaled_dot_product_attention"
 _original: Any = None
@@ -39,9 +41,11 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def routed(queries, keys, values, cache, scale, mask=None, sinks=None, **kwargs):
-    """mlx_lm's function; a paged cache attends itself if ``keys`` is just what it returned."""
-    from .paged_cache import _Paged
+    """mlx_lm's function; a paged cache attends itself if ``keys`` and ``values`` are just what it returned."""
+    from .paged_cache import CausalMask, _Paged
 
-    if isinstance(cache, _Paged) and not kwargs and cache.holds(keys):
+    if isinstance(cache, _Paged) and not kwargs and cache.attends(keys, values, mask):
         return cache.attend(queries, scale, mask, sinks)
+    if isinstance(mask, CausalMask) and mask != "causal":
+        mask = mask.array()
     return _original(queries, keys, values, cache, scale, mask, sinks, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -12,28 +13,66 @@ from .paged_state import PagedState, restore, saved_config
 
 
 class CausalMask(str):
-    """The mask "causal" with the window that the model asked for: what a routed layer needs to know."""
+    """What the next tokens' queries see, by position: for a routed layer, whose blocks know theirs.
+
+    It reads "causal" only where that says it all. Elsewhere (a window, rows of different length) a layer that is
+    not routed has to ask for the array; MLX refuses the text.
+    """
 
     window: int
 
-    def __new__(cls, window: int | None) -> CausalMask:
-        mask = super().__new__(cls, "causal")
-        mask.window = window or 0
+    def __new__(cls, starts: list[int], lengths: list[int], N: int, window: int, sliding: int) -> CausalMask:
+        """
+        Args:
+            starts: position of the first query, a row.
+            lengths: tokens that the row has by then.
+            N: queries.
+            window: tokens that a query sees, itself among them; 0: all before it.
+            sliding: tokens that a query can see of those that are kept, likewise.
+        """
+        plain = not window and all(start + N == length == lengths[0] for start, length in zip(starts, lengths))
+        mask = super().__new__(cls, "causal" if plain else "causal, by position")
+        mask.window, mask._sliding = window, sliding
+        mask._starts, mask._lengths, mask._n = starts, lengths, N
         return mask
+
+    def array(self) -> Any:
+        """The same for what ``update_and_fetch`` returns: bool, (B, 1, N, tokens)."""
+        kept = [max(0, start - self._sliding + 1) if self._sliding else 0 for start in self._starts]
+        width = max(length - first for length, first in zip(self._lengths, kept))
+
+        def column(values: list[int]) -> Any:
+            return mx.array(values, mx.int32)[:, None, None, None]
+
+        query = column(self._starts) + mx.arange(self._n)[:, None]
+        key = column(self._lengths) - width + mx.arange(width)
+        mask = (key <= query) & (key >= column(kept))
+        return mask & (key > query - self.window) if self.window else mask
 
 
 class _Paged(PagedKVCacheCore):
     """What the two share: attention over the blocks, and the arrays that stand for them elsewhere."""
 
-    _fetched: tuple[Any, Any] | None = None
+    _fetched: tuple[weakref.ref, weakref.ref] | None = None
 
-    def _fetch_lazily(self) -> tuple[Any, Any]:
-        self._fetched = self._fetch()
-        return self._fetched
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """All tokens, as ``update_and_fetch`` returns them."""
+        keys, values = self._fetch()
+        self._fetched = weakref.ref(keys), weakref.ref(values)
+        return keys, values
 
-    def holds(self, keys: Any) -> bool:
-        """Whether ``keys`` is what the last ``update_and_fetch`` returned, unchanged."""
-        return self._fetched is not None and keys is self._fetched[0]
+    def attends(self, keys: Any, values: Any, mask: Any) -> bool:
+        """Whether attend() gives what attention over these arrays would.
+
+        They must be what the last ``update_and_fetch`` returned, unchanged, and a mask array must have a column for
+        every token.
+        """
+        if self._fetched is None or keys is not self._fetched[0]() or values is not self._fetched[1]():
+            return False
+        return not isinstance(mask, mx.array) or (not self.config.sliding_window and len(set(self._lengths())) == 1)
+
+    def _window(self, window_size: int | None) -> int:
+        return min((window for window in (window_size, self.config.sliding_window) if window), default=0)
 
     def attend(self, queries: Any, scale: float, mask: Any = None, sinks: Any = None, soft_cap: float = 0.0) -> Any:
         """Attention over all tokens where they lie, as mlx_lm's ``scaled_dot_product_attention``.
@@ -49,7 +88,7 @@ class _Paged(PagedKVCacheCore):
         not fit.
         """
         if isinstance(mask, str):
-            if mask != "causal":
+            if mask != "causal" and not isinstance(mask, CausalMask):
                 raise ValueError(f"attend: mask must be None, 'causal' or an array, got {mask!r}")
             return self._attend(queries, scale, True, None, sinks, getattr(mask, "window", 0), soft_cap)
         return self._attend(queries, scale, False, mask, sinks, 0, soft_cap)
@@ -87,15 +126,14 @@ class PagedKVCache(_Paged):
         if keys.ndim == 4 and keys.shape[0] != self.n_rows and self.size() == 0:
             self._fork_rows(self, [0] * keys.shape[0], [self.owners[0]] * keys.shape[0])
         self._append(keys, values)
-        return self._fetch_lazily()
+        return self.keys_and_values()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        window = window_size or self.config.sliding_window or None
-        if _route.is_installed() and not return_array:
-            return CausalMask(window) if N > 1 or window else None
-        from mlx_lm.models.cache import create_attention_mask
-
-        return create_attention_mask(N, self.offset, return_array, window)
+        offset, window, sliding = self.offset, self._window(window_size), self.config.sliding_window
+        if N == 1 and (not window or window == sliding or offset < window):
+            return None
+        mask = CausalMask([offset], [offset + N], N, window if offset + N > window else 0, sliding)
+        return mask if _route.is_installed() and not return_array else mask.array()[0, 0]
 
     def empty(self) -> bool:
         return self.size() == 0
@@ -140,7 +178,6 @@ class PagedKVCache(_Paged):
     @classmethod
     def merge(cls, caches: list[PagedKVCache]) -> BatchPagedKVCache:
         """A batch with a row for each of ``caches``, by reference."""
-        _route.install()
         return BatchPagedKVCache._joined(caches)
 
     def __repr__(self) -> str:
@@ -150,7 +187,7 @@ class PagedKVCache(_Paged):
 class BatchPagedKVCache(_Paged):
     """Rows of different length, nothing padded: mlx_lm's BatchKVCache on blocks.
 
-    Attention is routed to the blocks (``kvpool.mlx_lm.install()``), since no plain array has ragged rows.
+    Shorter rows stand to the right in the arrays of ``update_and_fetch``, and make_mask() hides what is before them.
     """
 
     _left: list[int]
@@ -184,15 +221,12 @@ class BatchPagedKVCache(_Paged):
         if self._remaining is None and not any(self._left):
             self._append(keys, values)
         else:
-            first = [min(left, S) for left in self._left]
-            count = [S - f for f in first]
-            if self._remaining is not None:
-                count = [min(c, r) for c, r in zip(count, self._remaining)]
+            first, count = self._columns(S)
             self._append(keys, values, first, count)
             self._left = [left - f for left, f in zip(self._left, first)]
             if self._remaining is not None:
                 self._remaining = [r - c for r, c in zip(self._remaining, count)]
-        return self._fetch_lazily()
+        return self.keys_and_values()
 
     def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
         """Says which columns of the next tokens are padding: they are not stored."""
@@ -205,14 +239,24 @@ class BatchPagedKVCache(_Paged):
         self._remaining = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        if return_array:
-            from mlx_lm.models.base import create_causal_mask
+        first, count = self._columns(N)
+        lengths = self._lengths()
+        mask = CausalMask(
+            [n - f for n, f in zip(lengths, first)],
+            [n + c for n, c in zip(lengths, count)],
+            N,
+            self._window(window_size),
+            self.config.sliding_window,
+        )
+        return mask if _route.is_installed() and not return_array else mask.array()
 
-            return create_causal_mask(
-                N, offset=self.size(), left_padding=self.left_padding, window_size=window_size
-            )
-        window = window_size or self.config.sliding_window or None
-        return CausalMask(window)
+    def _columns(self, S: int) -> tuple[list[int], list[int]]:
+        """Of the next S columns the first that each row takes, and how many it takes from there."""
+        first = [min(left, S) for left in self._left]
+        count = [S - f for f in first]
+        if self._remaining is not None:
+            count = [min(c, r) for c, r in zip(count, self._remaining)]
+        return first, count
 
     def filter(self, batch_indices: Any) -> None:
         """Keeps the rows of these indices; frees the others."""
@@ -220,6 +264,8 @@ class BatchPagedKVCache(_Paged):
         self._fetched = None
         self._keep_rows(indices)
         self._left = [self._left[i] for i in indices]
+        if self._remaining is not None:
+            self._remaining = [self._remaining[i] for i in indices]
 
     def extend(self, other: BatchPagedKVCache) -> None:
         """Moves the rows of ``other`` behind this batch's own."""
@@ -262,4 +308,10 @@ class BatchPagedKVCache(_Paged):
 def _forked_owners(memo: dict, storage: PagedStorage, owners: list[int]) -> list[int]:
     """New owners for a fork; what is copied together and had one owner gets one."""
     known = memo.setdefault((_Paged, "owners"), {})
-    return [known.setdefault((id(storage), owner), storage.pool.new_owner()) for owner in owners]
+    forked = []
+    for owner in owners:
+        request = (id(storage), owner)
+        if request not in known:
+            known[request] = (storage.pool.new_owner(), storage)  # the storage, so that its id stays its own
+        forked.append(known[request][0])
+    return forked

@@ -5,7 +5,6 @@
 #include <mlx/ops.h>
 #include <mlx/primitives.h>
 
-#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
@@ -33,9 +32,8 @@ attention::DType dtype_of(mx::Dtype dtype) {
 /// Arguments with all but the addresses of the arrays.
 struct AttendWork {
   attention::Arguments arguments;
-  std::vector<std::vector<attention::BlockRef>> blocks;
+  std::vector<std::shared_ptr<const AttendView>> views;
   std::vector<attention::SequenceRef> sequences;
-  std::vector<std::shared_ptr<mx::array::Data>> buffers;
   bool has_mask = false;
   bool has_sinks = false;
 };
@@ -96,33 +94,20 @@ mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t
   return plain;
 }
 
-void add_row(AttendWork& work, const LayerFormat& format, const AttendRow& row) {
-  std::vector<attention::BlockRef>& refs = work.blocks.emplace_back();
-  refs.reserve(row.blocks.size());
-  for (const TokenBlock& block : row.blocks) {
-    refs.push_back({block.bytes[0]->address(), block.bytes[1]->address(), block.position,
-                    block.n_tokens, format.raw[0].block_size, block.format[0], block.format[1]});
-    for (const auto& bytes : block.bytes) {
-      if (work.buffers.empty() || work.buffers.back() != bytes->buffer()) {
-        if (std::find(work.buffers.begin(), work.buffers.end(), bytes->buffer()) ==
-            work.buffers.end()) {
-          work.buffers.push_back(bytes->buffer());
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 
 mx::array attend(BlockMemory& memory, const LayerFormat& format,
                  const std::vector<AttendRow>& rows, const mx::array& queries, float scale,
                  const Visibility& visibility) {
   if (queries.ndim() != 4 || queries.shape(0) != static_cast<mx::ShapeElem>(rows.size()) ||
-      queries.shape(3) != format.raw[0].head_dim || queries.shape(1) % format.n_kv_heads != 0) {
+      queries.shape(3) != format.raw[0].head_dim || queries.shape(1) < 1 ||
+      queries.shape(1) % format.n_kv_heads != 0) {
     throw std::invalid_argument(message(
         "queries must be (", rows.size(), ", a multiple of ", format.n_kv_heads, ", S, ",
         format.raw[0].head_dim, "), got ", shape_text(queries.shape())));
+  }
+  if (!(visibility.soft_cap >= 0.0F)) {
+    throw std::invalid_argument(message("soft_cap must be >= 0, got ", visibility.soft_cap));
   }
   const mx::Stream stream = cpu_stream();
   auto work = std::make_shared<AttendWork>();
@@ -142,9 +127,9 @@ mx::array attend(BlockMemory& memory, const LayerFormat& format,
   arguments.window = visibility.window;
   arguments.soft_cap = visibility.soft_cap;
 
-  for (const AttendRow& row : rows) add_row(*work, format, row);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    work->sequences.push_back({work->blocks[i], rows[i].query_position});
+  for (const AttendRow& row : rows) {
+    work->views.push_back(row.view);
+    work->sequences.push_back({row.view->blocks, row.query_position});
   }
   arguments.sequences = work->sequences;
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
+#include <memory>
 #include <vector>
 
 #include "attention/attention.h"
@@ -21,9 +21,9 @@ struct Visibility {
   float soft_cap = 0.0F;
 };
 
-/// One row: its blocks, and the absolute position of the first query.
+/// One row, and the absolute position of the first query.
 struct AttendRow {
-  std::span<const TokenBlock> blocks;
+  std::shared_ptr<const AttendView> view;
   std::int64_t query_position;
   std::int64_t length;
 };

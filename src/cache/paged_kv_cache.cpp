@@ -116,9 +116,9 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
     throw std::invalid_argument(message("first and count must name a number for each row"));
   }
   for (std::size_t i = 0; i < first.size(); ++i) {
-    if (first[i] < 0 || count[i] < 0 || first[i] + count[i] > n_columns) {
-      throw std::invalid_argument(message("columns ", first[i], " to ", first[i] + count[i],
-                                          " are not within the ", n_columns, " given"));
+    if (first[i] < 0 || count[i] < 0 || first[i] > n_columns || count[i] > n_columns - first[i]) {
+      throw std::invalid_argument(message(count[i], " columns from ", first[i],
+                                          " on are not within the ", n_columns, " given"));
     }
   }
   std::unique_ptr<detail::LayerFormat> first_format;
@@ -156,11 +156,17 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
 PagedKVCache::KeysAndValues PagedKVCache::fetch() const {
   if (format_ == nullptr) throw std::invalid_argument(message("there is no token yet"));
   std::vector<detail::RowBlocks> rows;
-  for (const auto& row : rows_) {
-    if (row->slid()) {
-      throw std::invalid_argument(message("tokens that slid out of the window are gone"));
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    const detail::Sequence& row = *rows_[i];
+    if (!row.held()) {
+      rows.push_back({std::make_shared<detail::BlockList>(), 0, 0});
+      continue;
     }
-    rows.push_back({{row->blocks().begin(), row->blocks().end()}, row->length()});
+    const std::int64_t next = std::min(first_positions_[i], row.length());
+    const std::int64_t first =
+        config_.sliding_window > 0 ? std::max<std::int64_t>(0, next - config_.sliding_window + 1)
+                                   : 0;
+    rows.push_back({row.snapshot(), first, row.length()});
   }
   return detail::gather(*storage_->memory(), *format_, std::move(rows), *dtype_);
 }
@@ -171,7 +177,7 @@ mx::array PagedKVCache::attend(const mx::array& queries, float scale, const Atte
   if (format_ == nullptr) throw std::invalid_argument(message("there is no token to attend to"));
   std::vector<detail::AttendRow> rows;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
-    rows.push_back({rows_[i]->blocks(), first_positions_[i], rows_[i]->length()});
+    rows.push_back({rows_[i]->view(*format_), first_positions_[i], rows_[i]->length()});
   }
   const std::int64_t reach = window > 0 ? window : config_.sliding_window;
   return detail::attend(*storage_->memory(), *format_, rows, queries, scale,
@@ -246,6 +252,7 @@ void PagedKVCache::fork_rows(const PagedKVCache& other, std::span<const std::int
 }
 
 void PagedKVCache::take_rows(PagedKVCache& other) {
+  if (&other == this) throw std::invalid_argument(message("a cache cannot take its own rows"));
   adopt_format(other);
   for (auto& row : other.rows_) {
     first_positions_.resize(rows_.size());
@@ -347,6 +354,7 @@ void PagedKVCache::load_row(std::int64_t row, const PagedRowImage& image) {
 std::size_t PagedKVCache::nbytes() const noexcept {
   std::size_t bytes = 0;
   for (const auto& row : rows_) {
+    if (!row->held()) continue;
     for (const detail::TokenBlock& block : row->blocks()) {
       for (int role = 0; role < 2; ++role) {
         const bool raw = block.format[role] == format_->raw[role].format;

@@ -36,10 +36,10 @@ const KernelTable& table_named(std::string_view name) {
   std::string allowed;
   std::string missing;
   for (const Level& level : levels()) {
-    if (level.table->name == name && level.available) return *level.table;
-    std::string& list = level.available ? allowed : missing;
+    if (level.name == name && level.table != nullptr) return *level.table;
+    std::string& list = level.table != nullptr ? allowed : missing;
     if (!list.empty()) list += ", ";
-    list += level.table->name;
+    list += level.name;
   }
   std::string text = detail::concat("KVPOOL_KERNELS: no kernels '", name, "' here; allowed: ",
                                     allowed);
@@ -53,7 +53,7 @@ const KernelTable& active() {
     if (forced != nullptr && *forced != '\0') return table_named(forced);
     const KernelTable* best = nullptr;
     for (const Level& level : levels()) {
-      if (level.available) best = level.table;
+      if (level.table != nullptr) best = level.table;
     }
     return *best;
   }();

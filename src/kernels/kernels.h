@@ -93,10 +93,10 @@ struct KernelTable {
   }
 };
 
-/// Levels this library was built with, best last, and whether this CPU runs them.
+/// Levels this library was built with, best last.
 struct Level {
-  const KernelTable* table;
-  bool available;
+  std::string_view name;
+  const KernelTable* table;  // Null if this CPU does not run them.
 };
 std::span<const Level> levels();  // In levels_<architecture>.cpp.
 

@@ -4,7 +4,7 @@
 namespace kvpool::kernels {
 
 std::span<const Level> levels() {
-  static const std::array kLevels = {Level{&scalar::table(), true}};
+  static const std::array kLevels = {Level{"scalar", &scalar::table()}};
   return kLevels;
 }
 

@@ -1,5 +1,6 @@
 #include "sequence/block_memory.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "kvpool/paged_storage.h"
@@ -16,6 +17,13 @@ BlockBytes::BlockBytes(std::shared_ptr<BlockMemory> memory, Place place) noexcep
       address_(place.segment->version.data<std::byte>() + place.offset()) {}
 
 BlockBytes::~BlockBytes() { memory_->give_back(place_); }
+
+void keep(Buffers& buffers, const std::shared_ptr<BlockBytes>& bytes) {
+  if (!buffers.empty() && buffers.back() == bytes->buffer()) return;
+  if (std::find(buffers.begin(), buffers.end(), bytes->buffer()) == buffers.end()) {
+    buffers.push_back(bytes->buffer());
+  }
+}
 
 BlockMemory::BlockMemory(std::shared_ptr<MlxBufferPool> buffers)
     : places_(std::move(buffers)), chain_({std::uint8_t{0}}, mx::uint8) {}

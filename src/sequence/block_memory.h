@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "kvpool/mlx_buffer_pool.h"
 #include "storage/segments.h"
@@ -33,6 +34,12 @@ class BlockBytes {
   const Place place_;
   std::byte* const address_;
 };
+
+/// Buffers that must outlive an op.
+using Buffers = std::vector<std::shared_ptr<mlx::core::array::Data>>;
+
+/// Adds the buffer that `bytes` lies in, if it is not there yet.
+void keep(Buffers& buffers, const std::shared_ptr<BlockBytes>& bytes);
 
 /// The places that blocks lie in, and the order of all ops on them. Thread-safe.
 ///

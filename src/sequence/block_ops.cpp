@@ -19,14 +19,6 @@ namespace kvpool::detail {
 
 namespace {
 
-using Buffers = std::vector<std::shared_ptr<mx::array::Data>>;
-
-void keep(Buffers& buffers, const std::shared_ptr<BlockBytes>& bytes) {
-  if (std::find(buffers.begin(), buffers.end(), bytes->buffer()) == buffers.end()) {
-    buffers.push_back(bytes->buffer());
-  }
-}
-
 /// AppendTasks as addresses. The places may have other takers by the time this runs is over, but
 /// their ops come later in the chain; the buffers stay for as long as this does.
 struct AppendWork {
@@ -128,31 +120,35 @@ struct GatherWork {
     attention::ThreadPool::shared().for_each(rows.size() * n_heads, [&](std::size_t item) {
       const RowBlocks& row = rows[item / n_heads];
       std::byte* head_out = out + item * static_cast<std::size_t>(longest) * row_bytes;
-      for (const TokenBlock& block : row.blocks) {
+      for (const TokenBlock& block : *row.blocks) {
         gather_block(role, block, item % n_heads,
-                     head_out + static_cast<std::size_t>(longest - row.length + block.position) *
-                                    row_bytes,
-                     row_bytes);
+                     std::max<std::int64_t>(0, row.first - block.position), head_out,
+                     longest - row.length + block.position, row_bytes);
       }
     });
   }
 
-  void gather_block(int role, const TokenBlock& block, std::size_t head, std::byte* to,
-                    std::size_t row_bytes) const {
+  /// Writes the block's tokens from slot `skip` on; slot 0 would be row `to_row` of `out`.
+  void gather_block(int role, const TokenBlock& block, std::size_t head, std::int64_t skip,
+                    std::byte* out, std::int64_t to_row, std::size_t row_bytes) const {
+    if (skip >= block.n_tokens) return;
+    std::byte* to = out + static_cast<std::size_t>(to_row + skip) * row_bytes;
     const bool is_raw = block.format[role] == format.raw[role].format;
     const codec::PartGeometry& part = is_raw ? format.raw[role] : format.sealed[role];
     const std::byte* from = block.bytes[role]->address() + head * codec::part_bytes(part);
-    const auto n = static_cast<std::size_t>(block.n_tokens);
+    const int first = static_cast<int>(skip);
+    const int n_tokens = block.n_tokens - first;
+    const auto n = static_cast<std::size_t>(n_tokens);
     if (is_raw) {
-      std::memcpy(to, from, n * row_bytes);
+      std::memcpy(to, from + static_cast<std::size_t>(first) * row_bytes, n * row_bytes);
       return;
     }
     thread_local std::vector<float> rows_fp32;
     rows_fp32.resize(n * static_cast<std::size_t>(part.head_dim));
-    codec::decode(part, from, 0, block.n_tokens, rows_fp32.data());
+    codec::decode(part, from, first, n_tokens, rows_fp32.data());
     codec::PartGeometry raw = format.raw[role];
-    raw.block_size = block.n_tokens;
-    codec::encode(raw, rows_fp32.data(), block.n_tokens, to);
+    raw.block_size = n_tokens;
+    codec::encode(raw, rows_fp32.data(), n_tokens, to);
   }
 };
 
@@ -224,7 +220,9 @@ std::pair<mx::array, mx::array> gather(BlockMemory& memory, const LayerFormat& f
                                        std::vector<RowBlocks> rows, mx::Dtype dtype) {
   auto work = std::make_shared<GatherWork>();
   work->format = format;
-  for (const RowBlocks& row : rows) work->longest = std::max(work->longest, row.length);
+  for (const RowBlocks& row : rows) {
+    work->longest = std::max(work->longest, row.length - row.first);
+  }
   const auto shape = [&](int role) {
     return mx::Shape{static_cast<mx::ShapeElem>(rows.size()),
                      static_cast<mx::ShapeElem>(format.n_kv_heads),

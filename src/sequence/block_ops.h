@@ -22,13 +22,14 @@ void run_append(BlockMemory& memory, const LayerFormat& format, const AppendTask
 
 /// Blocks of one row, as a gather wants them.
 struct RowBlocks {
-  std::vector<TokenBlock> blocks;
+  std::shared_ptr<const BlockList> blocks;
+  std::int64_t first;  ///< Position of the first token wanted.
   std::int64_t length;
 };
 
-/// Keys and values of all tokens, (B, n_kv_heads, longest, dim) of `dtype`, shorter rows to the right
-/// with zeros before them. Lazy and no link of the chain, so that it costs nothing if nobody
-/// evaluates it; until then it holds the blocks, so that nobody writes over them.
+/// Keys and values of tokens `first` to `length`, (B, n_kv_heads, most, dim) of `dtype`, shorter
+/// rows to the right with zeros before them. Lazy and no link of the chain, so that it costs nothing
+/// if nobody evaluates it; until then it holds the blocks, so that nobody writes over them.
 std::pair<mlx::core::array, mlx::core::array> gather(BlockMemory& memory,
                                                      const LayerFormat& format,
                                                      std::vector<RowBlocks> rows,

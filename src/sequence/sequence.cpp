@@ -11,9 +11,15 @@ namespace {
 
 constexpr int kRoles[] = {0, 1};
 
-/// Several holders: a fork, or a gather that has not run.
+/// Whether a fork holds the bytes too, or a gather that has not run.
 bool is_shared(const TokenBlock& block) noexcept {
   return block.bytes[0].use_count() > 1 || block.bytes[1].use_count() > 1;
+}
+
+/// Makes `n` push_backs unable to fail, at a cost that is constant for each over time.
+template <typename T>
+void make_room(std::vector<T>& list, std::size_t n) {
+  if (list.capacity() - list.size() < n) list.reserve(std::max(list.size() + n, 2 * list.size()));
 }
 
 }  // namespace
@@ -29,16 +35,46 @@ void Sequence::clear() noexcept {
     pool_->release(holds_[role]);
     holds_[role].clear();
   }
-  blocks_.clear();
+  blocks_ = std::make_shared<BlockList>();
+  view_.reset();
   length_ = 0;
   n_settled_ = 0;
+}
+
+/// The list for changes: a copy if a fork or a snapshot has the present one. Their hold on the bytes
+/// then shows in the bytes' own counts.
+BlockList& Sequence::own_blocks() {
+  if (blocks_.use_count() > 1) blocks_ = std::make_shared<BlockList>(*blocks_);
+  return *blocks_;
+}
+
+std::shared_ptr<const AttendView> Sequence::view(const LayerFormat& format) {
+  const BlockList& blocks = *blocks_;
+  if (view_ == nullptr) view_ = std::make_shared<AttendView>();
+  const std::size_t n_seen = view_->blocks.size();
+  const bool grew =
+      n_seen < blocks.size() ||
+      (n_seen > 0 && view_->blocks.back().n_tokens != blocks[n_seen - 1].n_tokens);
+  if (!grew) return view_;
+  if (view_.use_count() > 1) view_ = std::make_shared<AttendView>(*view_);
+  if (n_seen > 0) view_->blocks.back().n_tokens = blocks[n_seen - 1].n_tokens;
+  for (std::size_t i = n_seen; i < blocks.size(); ++i) {
+    const TokenBlock& block = blocks[i];
+    view_->blocks.push_back({block.bytes[0]->address(), block.bytes[1]->address(), block.position,
+                             block.n_tokens, format.raw[0].block_size, block.format[0],
+                             block.format[1]});
+    for (const auto& bytes : block.bytes) keep(view_->buffers, bytes);
+  }
+  return view_;
 }
 
 /// The first block that the next query can see.
 std::size_t Sequence::first_needed(const LayerFormat& format) const noexcept {
   if (format.sliding == 0) return 0;
   std::size_t block = 0;
-  while (block < blocks_.size() && blocks_[block].end() <= length_ - format.sliding + 1) ++block;
+  while (block < blocks_->size() && (*blocks_)[block].end() <= length_ - format.sliding + 1) {
+    ++block;
+  }
   return block;
 }
 
@@ -51,15 +87,16 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
                                      std::int64_t first_row, std::int64_t n_tokens,
                                      AppendTasks& tasks) {
   Plan plan(*this);
+  BlockList& blocks = own_blocks();
   const std::int32_t block_size = format.raw[0].block_size;
   plan.n_dropped_ = first_needed(format);
 
-  const bool open = !blocks_.empty() && plan.n_dropped_ < blocks_.size() && n_tokens > 0 &&
-                    is_open(blocks_.back(), format);
+  const bool open = !blocks.empty() && plan.n_dropped_ < blocks.size() && n_tokens > 0 &&
+                    is_open(blocks.back(), format);
   plan.into_open_ = open ? static_cast<std::int32_t>(std::min<std::int64_t>(
-                               n_tokens, block_size - blocks_.back().n_tokens))
+                               n_tokens, block_size - blocks.back().n_tokens))
                          : 0;
-  const bool copies = open && is_shared(blocks_.back());
+  const bool copies = open && is_shared(blocks.back());
   const std::int64_t n_new = (n_tokens - plan.into_open_ + block_size - 1) / block_size;
 
   if (const std::int64_t n_blocks = n_new + (copies ? 1 : 0); n_blocks > 0) {
@@ -71,8 +108,8 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
 
   plan.n_settled_ = std::max(n_settled_, plan.n_dropped_);
   if (format.seals(0) || format.seals(1)) {
-    for (; plan.n_settled_ < blocks_.size(); ++plan.n_settled_) {
-      const TokenBlock& block = blocks_[plan.n_settled_];
+    for (; plan.n_settled_ < blocks.size(); ++plan.n_settled_) {
+      const TokenBlock& block = blocks[plan.n_settled_];
       if (block.end() > length_ - format.window || is_open(block, format)) break;
       if (block.position < format.sink || block.n_tokens < block_size) continue;
       for (const int role : kRoles) {
@@ -88,14 +125,14 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
   std::shared_ptr<BlockBytes> target[2];
   if (open) {
     for (const int role : kRoles) {
-      target[role] = blocks_.back().bytes[role];
+      target[role] = blocks.back().bytes[role];
       if (!copies) continue;
       const std::size_t bytes = format.block_bytes(format.raw[role]);
       plan.own_copy_[role] = memory_->take(bytes);
       tasks.copies.push_back({target[role], plan.own_copy_[role], bytes});
       target[role] = plan.own_copy_[role];
     }
-    tasks.writes.push_back({{target[0], target[1]}, batch, first_row, blocks_.back().n_tokens,
+    tasks.writes.push_back({{target[0], target[1]}, batch, first_row, blocks.back().n_tokens,
                             plan.into_open_});
   }
   std::int64_t done = plan.into_open_;
@@ -114,8 +151,8 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
     plan.added_.push_back(std::move(block));
   }
 
-  blocks_.reserve(blocks_.size() + plan.added_.size());
-  for (const int role : kRoles) holds_[role].reserve(blocks_.size() + plan.added_.size());
+  make_room(blocks, plan.added_.size());
+  for (const int role : kRoles) make_room(holds_[role], plan.added_.size());
   return plan;
 }
 
@@ -127,24 +164,26 @@ Sequence::Plan::~Plan() {
 
 void Sequence::Plan::commit() noexcept {
   Sequence& s = *sequence_;
+  BlockList& blocks = *s.blocks_;
+  if (!sealed_.empty() || own_copy_[0] != nullptr || n_dropped_ > 0) s.view_.reset();
   for (Sealed& sealed : sealed_) {
-    s.blocks_[sealed.block].bytes[sealed.role] = std::move(sealed.bytes);
-    s.blocks_[sealed.block].format[sealed.role] = sealed.format;
+    blocks[sealed.block].bytes[sealed.role] = std::move(sealed.bytes);
+    blocks[sealed.block].format[sealed.role] = sealed.format;
   }
   std::size_t n_copied = 0;
   if (own_copy_[0] != nullptr) {
     for (const int role : kRoles) {
-      s.blocks_.back().bytes[role] = std::move(own_copy_[role]);
+      blocks.back().bytes[role] = std::move(own_copy_[role]);
       s.pool_->release({&s.holds_[role].back(), 1});
       s.holds_[role].back() = taken_[role].front();
     }
     n_copied = 1;
   }
   if (into_open_ > 0) {
-    s.blocks_.back().n_tokens += into_open_;
+    blocks.back().n_tokens += into_open_;
     s.length_ += into_open_;
     for (const int role : kRoles) {
-      s.pool_->mark_used(s.holds_[role].back(), s.blocks_.back().n_tokens);
+      s.pool_->mark_used(s.holds_[role].back(), blocks.back().n_tokens);
     }
   }
   for (std::size_t i = 0; i < added_.size(); ++i) {
@@ -156,7 +195,7 @@ void Sequence::Plan::commit() noexcept {
       }
       s.holds_[role].push_back(hold);
     }
-    s.blocks_.push_back(std::move(added_[i]));
+    blocks.push_back(std::move(added_[i]));
   }
   taken_[0].clear();
   taken_[1].clear();
@@ -168,32 +207,34 @@ void Sequence::Plan::commit() noexcept {
     s.pool_->release(std::span(s.holds_[role]).first(n_dropped_));
     s.holds_[role].erase(s.holds_[role].begin(), s.holds_[role].begin() + n);
   }
-  s.blocks_.erase(s.blocks_.begin(), s.blocks_.begin() + n);
+  blocks.erase(blocks.begin(), blocks.begin() + n);
 }
 
 void Sequence::shorten(std::int64_t length) {
-  while (!blocks_.empty() && blocks_.back().position >= length) {
+  BlockList& blocks = own_blocks();
+  view_.reset();
+  while (!blocks.empty() && blocks.back().position >= length) {
     for (const int role : kRoles) {
       pool_->release({&holds_[role].back(), 1});
       holds_[role].pop_back();
     }
-    blocks_.pop_back();
+    blocks.pop_back();
   }
-  if (!blocks_.empty() && blocks_.back().end() > length) {
-    blocks_.back().n_tokens = static_cast<std::int32_t>(length - blocks_.back().position);
+  if (!blocks.empty() && blocks.back().end() > length) {
+    blocks.back().n_tokens = static_cast<std::int32_t>(length - blocks.back().position);
     for (const int role : kRoles) {
       if (pool_->ref_count(holds_[role].back()) == 1) {
-        pool_->mark_used(holds_[role].back(), blocks_.back().n_tokens);
+        pool_->mark_used(holds_[role].back(), blocks.back().n_tokens);
       }
     }
   }
   length_ = length;
-  n_settled_ = std::min(n_settled_, blocks_.size());
+  n_settled_ = std::min(n_settled_, blocks.size());
 }
 
 void Sequence::fork_from(const Sequence& other) {
   std::vector<Block> shared[2];
-  std::vector<TokenBlock> blocks = other.blocks_;
+  const std::shared_ptr<BlockList> blocks = other.blocks_;
   shared[0] = pool_->share(other.holds_[0], owner_);
   try {
     shared[1] = pool_->share(other.holds_[1], owner_);
@@ -202,7 +243,7 @@ void Sequence::fork_from(const Sequence& other) {
     throw;
   }
   clear();
-  blocks_ = std::move(blocks);
+  blocks_ = blocks;
   for (const int role : kRoles) holds_[role] = std::move(shared[role]);
   length_ = other.length_;
   n_settled_ = other.n_settled_;
@@ -210,7 +251,7 @@ void Sequence::fork_from(const Sequence& other) {
 
 void Sequence::restore(const LayerFormat& format, std::span<const SavedBlock> saved) {
   const std::int32_t block_size = format.raw[0].block_size;
-  std::vector<TokenBlock> blocks;
+  BlockList blocks;
   std::int64_t next = saved.empty() ? 0 : saved.front().position;
   for (const SavedBlock& block : saved) {
     if (block.position != next || block.position < 0 || block.n_tokens < 1 ||
@@ -242,7 +283,7 @@ void Sequence::restore(const LayerFormat& format, std::span<const SavedBlock> sa
   }
   holds_[0] = std::move(keys);
   holds_[1] = std::move(values);
-  blocks_ = std::move(blocks);
+  *blocks_ = std::move(blocks);
   length_ = next;
 }
 

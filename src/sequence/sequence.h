@@ -37,6 +37,14 @@ struct TokenBlock {
   std::int64_t end() const noexcept { return position + n_tokens; }
 };
 
+using BlockList = std::vector<TokenBlock>;
+
+/// Blocks where they lie, and what keeps their memory.
+struct AttendView {
+  std::vector<attention::BlockRef> blocks;
+  Buffers buffers;
+};
+
 /// A TokenBlock without its bytes.
 struct SavedBlock {
   std::int64_t position;
@@ -116,7 +124,9 @@ class Sequence {
 
   std::int64_t length() const noexcept { return length_; }
   /// Whether blocks were dropped, so that earlier states cannot be had back.
-  bool slid() const noexcept { return !blocks_.empty() && blocks_.front().position > 0; }
+  bool slid() const noexcept {
+    return blocks_->empty() ? length_ > 0 : blocks_->front().position > 0;
+  }
   /// Shortens to `length` tokens.
   void shorten(std::int64_t length);
   /// Takes over the tokens of `other`, by reference, under this sequence's owner.
@@ -130,18 +140,25 @@ class Sequence {
   /// Whether the pool still counts these blocks for the owner.
   bool held() const noexcept { return holds_[0].empty() || holds_[0].back().live(); }
 
-  std::span<const TokenBlock> blocks() const noexcept { return blocks_; }
+  std::span<const TokenBlock> blocks() const noexcept { return *blocks_; }
+  /// The blocks as they are now. While it is held, changes go to a copy.
+  std::shared_ptr<const BlockList> snapshot() const noexcept { return blocks_; }
+  /// The blocks as attention takes them.
+  std::shared_ptr<const AttendView> view(const LayerFormat& format);
   Owner owner() const noexcept { return owner_; }
 
  private:
   std::size_t first_needed(const LayerFormat& format) const noexcept;
   bool is_open(const TokenBlock& block, const LayerFormat& format) const noexcept;
+  BlockList& own_blocks();
 
   const std::shared_ptr<BlockPoolAllocator> pool_;
   const std::shared_ptr<BlockMemory> memory_;
   const Owner owner_;
-  std::vector<TokenBlock> blocks_;
+  std::shared_ptr<BlockList> blocks_ = std::make_shared<BlockList>();
   std::vector<Block> holds_[2];  ///< Of blocks_, one each.
+  /// Kept from step to step; null when more has changed than that tokens were added.
+  std::shared_ptr<AttendView> view_;
   std::int64_t length_ = 0;
   std::size_t n_settled_ = 0;  ///< Leading blocks that sealing is done with.
 };

@@ -1,4 +1,5 @@
 kvpool_test(storage_test kvpool::kvpool
+  kernels/bit_pack_test.cpp
   storage/block_storage_errors_test.cpp
   storage/block_storage_formats_test.cpp
   storage/block_storage_life_test.cpp
@@ -6,3 +7,8 @@ kvpool_test(storage_test kvpool::kvpool
   storage/buffer_pool_limits_test.cpp
   storage/buffer_pool_test.cpp
   storage/buffer_pool_threads_test.cpp)
+target_include_directories(storage_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
+
+kvpool_test(cache_test kvpool::kvpool
+  cache/pool_backed_kv_cache_test.cpp
+  cache/pooled_kv_cache_test.cpp)

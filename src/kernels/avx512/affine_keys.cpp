@@ -8,13 +8,18 @@ namespace {
 
 using codec::Role;
 
+template <int kBits>
+constexpr Layout kLayout = kBits == 8   ? Layout::kAffine8
+                           : kBits == 4 ? Layout::kAffine4
+                                        : Layout::kAffine2;
+
 /// Channels are worked on 16 at a time.
 int n_vectors(const PartShape& shape) { return (shape.head_dim + 15) / 16; }
 
 /// What prepare() makes of one query, behind the fp32 queries.
 struct Query {
-  float step;  // Of the fixed-point numbers.
-  float sums[codec::kMaxHeadDim / 32];  // Of each group's elements, in steps.
+  float steps[codec::kMaxHeadDim / 32];  // Of each group's fixed-point numbers.
+  float sums[codec::kMaxHeadDim / 32];   // Of each group's elements.
   alignas(64) std::int32_t digits[codec::kMaxHeadDim / 16][kDigitWords];
 };
 
@@ -28,23 +33,24 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   auto* query = reinterpret_cast<Query*>(prepared + fp32_query_bytes(shape, n_queries));
   const int dim = shape.head_dim;
   for (int q = 0; q < n_queries; ++q, ++query, queries += dim) {
-    __m512 largest = _mm512_set1_ps(1e-30F);
-    for (int v = 0; v < n_vectors(shape); ++v) {
-      const __m512 x = _mm512_maskz_loadu_ps(first_lanes(dim - 16 * v), queries + 16 * v);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
-    }
-    query->step = _mm512_cvtss_f32(max_in_all(largest)) / kLargest;
-    const __m512 per_step = _mm512_set1_ps(1.0F / query->step);
-    for (int v = 0; v < n_vectors(shape); ++v) {
-      const __m512 x = _mm512_maskz_loadu_ps(first_lanes(dim - 16 * v), queries + 16 * v);
-      store_digits<kBits>(_mm512_fmadd_ps(x, per_step, _mm512_set1_ps(128.0F)), query->digits[v]);
-    }
     for (int g = 0; g < n_groups(shape); ++g) {
-      float sum = 0.0F;
-      for (int d = g * shape.group_size; d < dim && d < (g + 1) * shape.group_size; ++d) {
-        sum += queries[d];
+      const int first = g * shape.group_size;
+      const int end = first + shape.group_size < dim ? first + shape.group_size : dim;
+      __m512 largest = _mm512_set1_ps(1e-30F);
+      __m512 sum = _mm512_setzero_ps();
+      for (int d = first; d < end; d += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(end - d), queries + d);
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
+        sum = _mm512_add_ps(sum, x);
       }
-      query->sums[g] = sum / query->step;
+      query->sums[g] = _mm512_reduce_add_ps(sum);
+      query->steps[g] = _mm512_reduce_max_ps(largest) / kLargest;
+      const __m512 per_step = _mm512_set1_ps(1.0F / query->steps[g]);
+      for (int d = first; d < end; d += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(end - d), queries + d);
+        store_digits<kBits>(_mm512_fmadd_ps(x, per_step, _mm512_set1_ps(128.0F)),
+                            query->digits[d / 16]);
+      }
     }
   }
 }
@@ -78,17 +84,17 @@ void score_tile(const PartShape& shape, const std::byte* tile, const Query* quer
     const __m512 scale = load_halves(scales + g * 32);
     const __m512 bias = load_halves(biases + g * 32);
     for (int q = 0; q < kQueries; ++q) {
-      sums[q] = _mm512_fmadd_ps(scale, products[q].total(), sums[q]);
+      const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(queries[q].steps[g]));
+      sums[q] = _mm512_fmadd_ps(step, products[q].total(), sums[q]);
       sums[q] = _mm512_fmadd_ps(bias, _mm512_set1_ps(queries[q].sums[g]), sums[q]);
     }
   }
   for (int q = 0; q < kQueries; ++q) {
-    _mm512_storeu_ps(scores + as_size(q) * stride,
-                     _mm512_mul_ps(sums[q], _mm512_set1_ps(queries[q].step)));
+    _mm512_storeu_ps(scores + as_size(q) * stride, sums[q]);
   }
 }
 
-template <int kBits, scalar::Decode kDecode>
+template <int kBits>
 void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
             float* out, std::size_t stride) {
   const auto* const all_queries =
@@ -106,10 +112,28 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
       }
       if (t < n_tokens) {
         float rows[kTileTokens * codec::kMaxHeadDim];
-        kDecode(shape, run.parts[p], t, n_tokens - t, rows);
+        scalar::affine_keys(kLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
         score_fp32_rows(shape, rows, n_tokens - t, fp32_queries, n(), to + t, stride);
       }
       to += n_tokens;
     }
   });
 }
+
+template <int kBits>
+KeyKernels keys_of() {
+  KeyKernels kernels = scalar::affine_keys(kLayout<kBits>);
+  kernels.prepared_bytes = prepared_bytes;
+  kernels.prepare = prepare<kBits>;
+  kernels.scores = scores<kBits>;
+  return kernels;
+}
+
+}  // namespace
+
+KeyKernels affine_keys(Layout layout) {
+  if (layout == Layout::kAffine8) return keys_of<8>();
+  return layout == Layout::kAffine4 ? keys_of<4>() : keys_of<2>();
+}
+
+}  // namespace kvpool::kernels::avx512

@@ -130,7 +130,7 @@ inline void store_digits(__m512 numbers_plus_128, std::int32_t* digits) {
 template <int kBits>
 inline __m512i codes_at(__m512i words, int shift) {
   if constexpr (kBits == 8) return words;
-  constexpr std::int8_t kMask = (1 << kBits) - 1;
+  constexpr auto kMask = static_cast<char>((1 << kBits) - 1);
   return _mm512_and_si512(_mm512_srli_epi32(words, static_cast<unsigned>(kBits * shift)),
                           _mm512_set1_epi8(kMask));
 }
@@ -148,9 +148,5 @@ struct DigitSums {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
   }
 };
-
-/// 16 vectors of channels, a lane a token, become 16 rows of `width` channels.
-void store_transposed(__m512* channels, int width, float* rows, std::size_t row_stride, int first,
-                      int n);
 
 }  // namespace kvpool::kernels::avx512

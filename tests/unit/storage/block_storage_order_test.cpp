@@ -228,7 +228,7 @@ class Machine {
 
 RC_GTEST_PROP(OrderProperty, LazyReadsAreThoseOfADenseModel, ()) {
   Machine machine;
-  for (int i = 0, n = *rc::gen::inRange(1, 120); i < n; ++i) machine.step();
+  for (int i = 0, n = *rc::gen::inRange(1, 400); i < n; ++i) machine.step();
   machine.finish();
 }
 

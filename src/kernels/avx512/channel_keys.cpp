@@ -1,0 +1,115 @@
+#include "kernels/avx512/common.h"
+#include "kernels/scalar/scalar.h"
+
+namespace kvpool::kernels::avx512 {
+namespace {
+
+using codec::Role;
+
+int n_vectors(const PartShape& shape) { return (shape.head_dim + 15) / 16; }
+
+/// A query times the scales of a part, and its product with the biases.
+struct ScaledQuery {
+  float step;
+  float bias;
+  alignas(64) std::int32_t digits[codec::kMaxHeadDim / 16][kDigitWords];
+};
+
+template <int kBits>
+void scale_query(const PartShape& shape, const std::byte* part, const float* query,
+                 ScaledQuery& scaled) {
+  const std::byte* const biases = part + channel_bytes(shape) / 2;
+  __m512 products[codec::kMaxHeadDim / 16];
+  __m512 largest = _mm512_set1_ps(1e-30F);
+  __m512 bias = _mm512_setzero_ps();
+  const int n = n_vectors(shape);
+  for (int v = 0; v < n; ++v) {
+    const __mmask16 mask = first_lanes(shape.head_dim - 16 * v);
+    const __m512 x = _mm512_load_ps(query + 16 * v);
+    products[v] = _mm512_mul_ps(x, load_halves(part + 32 * v, mask));
+    largest = _mm512_max_ps(largest, _mm512_abs_ps(products[v]));
+    bias = _mm512_fmadd_ps(x, load_halves(biases + 32 * v, mask), bias);
+  }
+  scaled.step = _mm512_cvtss_f32(max_in_all(largest)) / kLargest;
+  scaled.bias = _mm512_reduce_add_ps(bias);
+  const __m512 per_step = _mm512_set1_ps(1.0F / scaled.step);
+  for (int v = 0; v < n; ++v) {
+    store_digits<kBits>(_mm512_fmadd_ps(products[v], per_step, _mm512_set1_ps(128.0F)),
+                        scaled.digits[v]);
+  }
+}
+
+template <int kBits, int kQueries>
+void score_tile(const PartShape& shape, const std::byte* tile, const ScaledQuery* queries,
+                float* scores, std::size_t stride) {
+  const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
+  DigitSums products[kQueries];
+  for (int v = 0; v < n_vectors(shape); ++v) {
+    for (int word = 0; word < kWords<kBits>; ++word) {
+      const int at = v * kWords<kBits> + word;
+      if (at >= n_words) break;
+      const __m512i words = _mm512_loadu_si512(tile + as_size(at) * 64);
+      for (int shift = 0; shift < kShifts<kBits>; ++shift) {
+        const __m512i codes = codes_at<kBits>(words, shift);
+        for (int q = 0; q < kQueries; ++q) {
+          products[q].add(codes, queries[q].digits[v], word * kShifts<kBits> + shift);
+        }
+      }
+    }
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    _mm512_storeu_ps(scores + as_size(q) * stride,
+                     _mm512_fmadd_ps(products[q].total(), _mm512_set1_ps(queries[q].step),
+                                     _mm512_set1_ps(queries[q].bias)));
+  }
+}
+
+template <int kBits>
+void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
+            float* out, std::size_t stride) {
+  const std::size_t tile_bytes = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
+  const std::size_t query_stride = n_steps(shape) * kStep;
+  for_query_chunks(n_queries, [&](int first, auto n) {
+    const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
+    float* to = out + as_size(first) * stride;
+    for (std::size_t p = 0; p < run.n_parts; ++p) {
+      const int n_tokens = run.n_tokens[p];
+      const std::byte* tile = run.parts[p] + channel_bytes(shape);
+      ScaledQuery scaled[n()];
+      for (int q = 0; q < n(); ++q) {
+        scale_query<kBits>(shape, run.parts[p],
+                           reinterpret_cast<const float*>(fp32_queries) + as_size(q) * query_stride,
+                           scaled[q]);
+      }
+      int t = 0;
+      for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
+        score_tile<kBits, n()>(shape, tile, scaled, to + t, stride);
+        tile += tile_bytes;
+      }
+      if (t < n_tokens) {
+        float rows[kTileTokens * codec::kMaxHeadDim];
+        scalar::channel_keys(kBits == 4 ? Layout::kChannel4 : Layout::kChannel2)
+            .decode(shape, run.parts[p], t, n_tokens - t, rows);
+        score_fp32_rows(shape, rows, n_tokens - t, fp32_queries, n(), to + t, stride);
+      }
+      to += n_tokens;
+    }
+  });
+}
+
+template <int kBits>
+KeyKernels keys_of(Layout layout) {
+  KeyKernels kernels = scalar::channel_keys(layout);
+  kernels.prepared_bytes = fp32_query_bytes;
+  kernels.prepare = prepare_fp32_queries;
+  kernels.scores = scores<kBits>;
+  return kernels;
+}
+
+}  // namespace
+
+KeyKernels channel_keys(Layout layout) {
+  return layout == Layout::kChannel4 ? keys_of<4>(layout) : keys_of<2>(layout);
+}
+
+}  // namespace kvpool::kernels::avx512

@@ -1,0 +1,101 @@
+#include "kernels/avx512/avx512.h"
+
+#include <limits>
+
+#include "kernels/avx512/common.h"
+
+namespace kvpool::kernels::avx512 {
+namespace {
+
+float max(const float* values, std::size_t n) {
+  const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 a = none;
+  __m512 b = none;
+  std::size_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    a = _mm512_max_ps(a, _mm512_loadu_ps(values + i));
+    b = _mm512_max_ps(b, _mm512_loadu_ps(values + i + 16));
+  }
+  for (; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(static_cast<int>(n - i));
+    a = _mm512_max_ps(a, _mm512_mask_loadu_ps(none, mask, values + i));
+  }
+  return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+}
+
+/// exp(x) for x <= 0 within 2 units in the last place; 0 where it would be subnormal.
+__m512 exp(__m512 x) {
+  const __m512 log2_e = _mm512_set1_ps(1.44269504F);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e), _MM_FROUND_TO_NEAREST_INT);
+  // x - n ln 2, ln 2 in two parts.
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375F), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4F), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4F);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1F));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0F)));
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0F), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(normal, p, n);
+}
+
+float exp_sum(float* values, std::size_t n, float shift) {
+  const __m512 by = _mm512_set1_ps(shift);
+  __m512 sum = _mm512_setzero_ps();
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(static_cast<int>(n - i));
+    const __m512 x = _mm512_maskz_loadu_ps(mask, values + i);
+    const __m512 e = _mm512_maskz_mov_ps(mask, exp(_mm512_sub_ps(x, by)));
+    _mm512_mask_storeu_ps(values + i, mask, e);
+    sum = _mm512_add_ps(sum, e);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+/// tanh(x) = sign(x) * (1 - 2 e / (1 + e)) with e = exp(-2 |x|).
+void soft_cap(float* values, std::size_t n, float cap) {
+  const __m512 one = _mm512_set1_ps(1.0F);
+  const __m512 largest = _mm512_set1_ps(cap);
+  const __m512 sign_bit = _mm512_set1_ps(-0.0F);
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(static_cast<int>(n - i));
+    const __m512 value = _mm512_maskz_loadu_ps(mask, values + i);
+    const __m512 x = _mm512_abs_ps(_mm512_div_ps(value, largest));
+    const __m512 e = exp(_mm512_mul_ps(x, _mm512_set1_ps(-2.0F)));
+    const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    const __m512 sign = _mm512_and_ps(value, sign_bit);
+    _mm512_mask_storeu_ps(values + i, mask, _mm512_or_ps(_mm512_mul_ps(tanh, largest), sign));
+  }
+}
+
+void scale(float* values, std::size_t n, float factor) {
+  const __m512 by = _mm512_set1_ps(factor);
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = first_lanes(static_cast<int>(n - i));
+    const __m512 x = _mm512_maskz_loadu_ps(mask, values + i);
+    _mm512_mask_storeu_ps(values + i, mask, _mm512_mul_ps(x, by));
+  }
+}
+
+}  // namespace
+
+const KernelTable& table() {
+  using enum Layout;
+  static const KernelTable kTable = {
+      .name = "avx512",
+      .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), affine_keys(kAffine8),
+               affine_keys(kAffine4), affine_keys(kAffine2), channel_keys(kChannel4),
+               channel_keys(kChannel2)},
+      .values = {raw_values(kFp32), raw_values(kFp16), raw_values(kBf16), affine_values(kAffine8),
+                 affine_values(kAffine4), affine_values(kAffine2), {}, {}},
+      .max = max,
+      .exp_sum = exp_sum,
+      .soft_cap = soft_cap,
+      .scale = scale,
+  };
+  return kTable;
+}
+
+}  // namespace kvpool::kernels::avx512
