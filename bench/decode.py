@@ -118,14 +118,13 @@ def table(title: str, results: dict[int, dict[str, list[float]]]):
 
 
 def plot(title: str, results: dict[int, dict[str, list[float]]], path: str) -> None:
-    from kvpool.cli.svg import Chart
+    from kvpool.cli.svg import Axis, Chart
 
-    names = [name for name in next(iter(results.values())) if name != "mlx_lm"]
-    chart = Chart(title, "tokens in the cache", "speed, × mlx_lm's cache", log_x=True, x_ticks=list(results))
-    chart.rule(1.0, "mlx_lm")
-    for name in names:
-        points = [(context, median(ratios(rounds, name))) for context, rounds in results.items()]
-        chart.line(points, name)
+    chart = Chart(title, Axis("tokens in the cache", log=True, ticks=list(results)), Axis("speed, × mlx_lm's cache"))
+    chart.rule("mlx_lm", 1.0)
+    for name in next(iter(results.values())):
+        if name != "mlx_lm":
+            chart.line(name, [(context, median(ratios(rounds, name))) for context, rounds in results.items()])
     chart.save(path)
 
 

@@ -6,6 +6,9 @@ namespace kvpool::bindings {
 
 namespace nb = nanobind;
 
+/// Type checkers want equality to take any object.
+inline const nb::sig kEqual("def __eq__(self, arg: object, /) -> bool");
+
 void bind_block_pool(nb::module_& m);
 void bind_mlx_buffer_pool(nb::module_& m);
 void bind_mlx_block_storage(nb::module_& m);

@@ -55,7 +55,7 @@ template <typename T>
 T& require(nb::handle object, const char* expected) {
   T* held = nullptr;
   if (nb::try_cast(object, held) && held != nullptr) return *held;
-  throw nb::type_error((std::string(expected) + ", got " + nb::inst_name_of(object)).c_str());
+  throw nb::type_error((std::string(expected) + ", got " + nb::inst_name(object).c_str()).c_str());
 }
 
 nb::list to_list(const std::vector<Block>& blocks, PoolHandle pool) {
@@ -125,15 +125,21 @@ void bind_stats(nb::module_& m) {
            "Prometheus text exposition format 0.0.4, newline-terminated.\n\n"
            "Raises ValueError if `prefix` is no metric name.")
       .def("__eq__", [](const StatsView& a, const StatsView& b) { return a.now() == b.now(); },
-           nb::is_operator())
+           nb::is_operator(), kEqual)
       .def("__repr__", [](const StatsView& s) { return repr(s.now()); });
 
   m.def(
       "render_prometheus",
       [](nb::dict pools, std::string_view prefix) {
         std::vector<std::pair<std::string, AllocationStats>> named;
-        for (auto [name, stats] : pools) {
-          named.emplace_back(nb::cast<std::string>(name), nb::cast<StatsView&>(stats).now());
+        for (auto [key, stats] : pools) {
+          std::string name;
+          if (!nb::try_cast(key, name)) {
+            throw nb::type_error("render_prometheus: names in pools must be text");
+          }
+          named.emplace_back(
+              std::move(name),
+              require<StatsView>(stats, "render_prometheus: pools must name AllocationStats").now());
         }
         return render_prometheus(named, prefix);
       },
@@ -167,7 +173,7 @@ void bind_config(nb::module_& m) {
               "Whether a stream without enough free blocks grows instead of raising.")
       .def_rw("max_blocks", &PoolConfig::max_blocks, nb::arg().none(),
               "Blocks over all streams that growth may reach; None: no bound.")
-      .def(nb::self == nb::self)
+      .def(nb::self == nb::self, kEqual)
       .def("__repr__", [](const PoolConfig& c) {
         const auto text = [](bool b) { return b ? "True" : "False"; };
         return "PoolConfig(block_size=" + std::to_string(c.block_size) +
@@ -175,6 +181,11 @@ void bind_config(nb::module_& m) {
                ", grow_on_exhaustion=" + text(c.grow_on_exhaustion) + ", max_blocks=" +
                (c.max_blocks ? std::to_string(*c.max_blocks) : std::string("None")) + ")";
       });
+}
+
+bool shows_the_same(const Block& a, const Block& b) {
+  return a.stream() == b.stream() && a.format() == b.format() && a.n_used() == b.n_used() &&
+         a.owner() == b.owner() && a.ever_allocated() == b.ever_allocated();
 }
 
 void bind_block(nb::module_& m) {
@@ -192,7 +203,7 @@ void bind_block(nb::module_& m) {
           },
           "block_id"_a, "stream"_a = "kv", "format"_a = "fp16", "n_used"_a = 0,
           "owner"_a = nb::none(), "ever_allocated"_a = false,
-          "A handle that belongs to no pool.")
+          "A handle that belongs to no pool, and equals another that shows the same.")
       .def_prop_ro("block_id", [](const PyBlock& b) { return b.block.block_id(); })
       .def_prop_ro("stream", [](const PyBlock& b) { return to_string(b.block.stream()); },
                    "'k', 'v', or 'kv' in a pool that does not separate them.")
@@ -209,9 +220,10 @@ void bind_block(nb::module_& m) {
       .def("__eq__",
            [](const PyBlock& a, const PyBlock& b) {
              return a.pool.is(b.pool) && a.block.block_id() == b.block.block_id() &&
-                    a.block.generation() == b.block.generation();
+                    a.block.generation() == b.block.generation() &&
+                    (a.pool.is_valid() || shows_the_same(a.block, b.block));
            },
-           nb::is_operator())
+           nb::is_operator(), kEqual)
       .def("__hash__",
            [](const PyBlock& b) {
              return std::hash<std::uint64_t>{}(b.block.generation()) ^
@@ -361,7 +373,9 @@ void bind_allocator(nb::module_& m) {
 
 std::vector<Block> to_blocks(nb::iterable blocks) {
   std::vector<Block> handles;
-  for (nb::handle block : blocks) handles.push_back(nb::cast<PyBlock&>(block).block);
+  for (nb::handle block : blocks) {
+    handles.push_back(require<PyBlock>(block, "blocks must be of type Block").block);
+  }
   return handles;
 }
 

@@ -30,7 +30,9 @@ class PythonKVCache final : public KVCache {
     }
   }
 
-  nb::object object() const { return object_; }
+  nb::handle object() const { return object_; }
+  /// Breaks a cycle of references that nobody can reach any more.
+  void let_go() const { std::exchange(object_, nb::none()); }
 
   void append_key(const mx::array& k) override {
     object_.attr("append_key")(k);
@@ -59,7 +61,7 @@ class PythonKVCache final : public KVCache {
   }
 
  private:
-  nb::object object_;
+  mutable nb::object object_;
   std::int64_t n_keys_ = 0;
   std::int64_t n_values_ = 0;
 };
@@ -90,9 +92,31 @@ void bind_interface(nb::module_& m) {
       .def("__len__", &KVCache::size);
 }
 
+/// Shows Python's collector the object inside, which may refer back to its PooledKVCache.
+int traverse_pooled(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const std::shared_ptr<KVCache>& inner = nb::inst_ptr<PooledKVCache>(self)->inner();
+  const auto* python = dynamic_cast<const PythonKVCache*>(inner.get());
+  Py_VISIT(python != nullptr ? python->object().ptr() : nb::find(inner).ptr());
+  return 0;
+}
+
+int clear_pooled(PyObject* self) {
+  if (!nb::inst_ready(self)) return 0;
+  const auto* python =
+      dynamic_cast<const PythonKVCache*>(nb::inst_ptr<PooledKVCache>(self)->inner().get());
+  if (python != nullptr) python->let_go();
+  return 0;
+}
+
+PyType_Slot pooled_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_pooled)},
+                              {Py_tp_clear, reinterpret_cast<void*>(clear_pooled)},
+                              {0, nullptr}};
+
 void bind_pooled(nb::module_& m) {
   nb::class_<PooledKVCache, KVCache>(
-      m, "PooledKVCache",
+      m, "PooledKVCache", nb::type_slots(pooled_slots),
       "A cache whose tokens are accounted for in a pool, whatever the cache inside stores and how.\n\n"
       "`inner` is a KVCache of this package or any object with append_key, append_value, attend,\n"
       "memory_bytes and reset (and drop_last_key() -> bool, if a failed append is to take its key\n"
@@ -114,7 +138,7 @@ void bind_pooled(nb::module_& m) {
           "inner",
           [](const PooledKVCache& self) -> nb::object {
             const auto* python = dynamic_cast<const PythonKVCache*>(self.inner().get());
-            return python != nullptr ? python->object() : nb::cast(self.inner());
+            return python != nullptr ? nb::borrow(python->object()) : nb::cast(self.inner());
           })
       .def("__repr__", [](const PooledKVCache& self) {
         return "PooledKVCache(size=" + std::to_string(self.size()) +
@@ -158,7 +182,7 @@ void bind_builder(nb::module_& m) {
               "Tokens a block: those that KIVI's keys share a scale with.")
       .def_rw("window", &KVCacheConfig::window, "Newest tokens that stay fp16.")
       .def_rw("sink", &KVCacheConfig::sink, "First tokens that stay fp16.")
-      .def(nb::self == nb::self);
+      .def(nb::self == nb::self, kEqual);
   nb::class_<KVCacheFactory>(m, "KVCacheFactory")
       .def_static("create", &KVCacheFactory::create, "config"_a,
                   "Raises ValueError naming the field, its value and what is allowed.");

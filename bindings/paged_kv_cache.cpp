@@ -43,7 +43,7 @@ void bind_paged_kv_cache(nb::module_& m) {
       .def_ro("sink", &PagedKVCacheConfig::sink, "First tokens that stay raw.")
       .def_ro("sliding_window", &PagedKVCacheConfig::sliding_window,
               "If not 0: tokens that a query sees, itself among them.")
-      .def(nb::self == nb::self);
+      .def(nb::self == nb::self, kEqual);
 
   nb::class_<PagedKVCache>(m, "PagedKVCacheCore", nb::is_weak_referenceable(),
                            "What the paged caches of kvpool keep. Not thread-safe.")

@@ -7,6 +7,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     src/kernels/avx512/affine_keys.cpp
     src/kernels/avx512/affine_values.cpp
     src/kernels/avx512/channel_keys.cpp
+    src/kernels/avx512/decode.cpp
     src/kernels/avx512/raw.cpp
     src/kernels/avx512/table.cpp)
   set_source_files_properties(${avx512_sources} PROPERTIES COMPILE_OPTIONS

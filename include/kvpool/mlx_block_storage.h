@@ -25,8 +25,11 @@ namespace kvpool {
 ///
 /// Writes and reads are lazy and happen in the order in which they are asked for, on the caller's
 /// stream if that is on the CPU, else on the CPU's default one (MLX's memory is one for both).
-/// Nothing here evaluates an array. Thread-safe; but reads and writes of a segment hang together, and
-/// MLX wants what hangs together evaluated by one thread at a time.
+/// Nothing here evaluates an array.
+///
+/// Thread-safe; each thread's blocks lie in segments of their own, since MLX runs lazy work only in
+/// the thread that asked for it. A block passes from one thread to another once the first has
+/// evaluated what it wrote and read: before that every call on it throws std::runtime_error.
 class MLXBlockStorage {
  public:
   /// @param buffers  where segments come from; a pool of its own if null.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
+import itertools
 import sys
 from types import ModuleType
+from typing import Any
 
 _MODULE = "mlx_lm.models.cache"
 _classes: list[type] = []
@@ -31,18 +32,31 @@ def _add_to(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module as everyone would, and adds the classes once it has run."""
+    """Finds the one module as the finders after this one do, and adds the classes once it has run."""
 
     def find_spec(self, name, path, target=None) -> importlib.machinery.ModuleSpec | None:
         if name != _MODULE:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        later = list(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path))[1:]
+        specs = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _add_to(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader = _Loader(spec.loader)
         return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads the one module as its own loader does, which may be that of other modules too, and adds the classes."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _add_to(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

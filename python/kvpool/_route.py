@@ -42,10 +42,8 @@ def _replace(old: Any, new: Any) -> None:
 
 def routed(queries, keys, values, cache, scale, mask=None, sinks=None, **kwargs):
     """mlx_lm's function; a paged cache attends itself if ``keys`` and ``values`` are just what it returned."""
-    from .paged_cache import CausalMask, _Paged
-
-    if isinstance(cache, _Paged) and not kwargs and cache.attends(keys, values, mask):
+    if isinstance(cache, PagedKVCacheCore) and not kwargs and cache.attends(keys, values, mask):
         return cache.attend(queries, scale, mask, sinks)
-    if isinstance(mask, CausalMask) and mask != "causal":
+    if isinstance(mask, str) and mask != "causal":
         mask = mask.array()
     return _original(queries, keys, values, cache, scale, mask, sinks, **kwargs)

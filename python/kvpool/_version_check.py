@@ -23,5 +23,6 @@ def require_matching_mlx() -> None:
     if installed != built_against:
         raise ImportError(
             f"kvpool was built against MLX {built_against}, and MLX {installed} is installed. "
-            f"Install that one (pip install mlx=={built_against}), or build kvpool anew."
+            f"Install that one (pip install 'mlx=={built_against}', on Linux 'mlx[cpu]=={built_against}' or "
+            f"'mlx[cuda13]=={built_against}'), or build kvpool anew."
         )

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "attention/elements.h"
 #include "attention/mask.h"
@@ -31,10 +32,17 @@ struct Buffers {
 /// Consecutive blocks with the same formats and size, at most kRunTokens unless it is one block.
 struct Run {
   std::span<const BlockRef> blocks;
-  int n_tokens;
+  int n_tokens = 0;
+  /// One head's parts of them.
+  std::array<const std::byte*, kRunBlocks> keys;
+  std::array<const std::byte*, kRunBlocks> values;
+  std::array<std::int32_t, kRunBlocks> part_tokens;
+  std::size_t key_bytes = 0;
+  std::size_t value_bytes = 0;
 };
 
-Run next_run(std::span<const BlockRef> blocks) {
+/// The blocks at the front that make a run, and their tokens.
+std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks) {
   const BlockRef& first = blocks.front();
   int n_tokens = 0;
   std::size_t n = 0;
@@ -45,7 +53,7 @@ Run next_run(std::span<const BlockRef> blocks) {
     n_tokens += blocks[n].n_tokens;
     ++n;
   }
-  return {blocks.first(n), n_tokens};
+  return {n, n_tokens};
 }
 
 int most_tokens(std::span<const BlockRef> blocks) {
@@ -81,10 +89,11 @@ class Walk {
       *partial(row).largest = kNoScore;
       *partial(row).sum = 0.0F;
     }
-    for (std::span<const BlockRef> left = blocks_; !left.empty();) {
-      const Run run = next_run(left);
-      attend_run(run);
-      left = left.subspan(run.blocks.size());
+    std::array<Run, 2> runs;
+    std::span<const BlockRef> left = take_run(blocks_, runs[0]);
+    for (std::size_t i = 0; !runs[i].blocks.empty(); i = 1 - i) {
+      left = take_run(left, runs[1 - i]);
+      attend_run(runs[i], runs[1 - i]);
     }
     store_sums();
   }
@@ -132,24 +141,35 @@ class Walk {
     return turned_sums_;
   }
 
-  void attend_run(const Run& run) {
+  /// Fills `run` from the front of `blocks`; an empty one if there are none.
+  /// @return the blocks after it.
+  std::span<const BlockRef> take_run(std::span<const BlockRef> blocks, Run& run) const {
+    run.blocks = {};
+    if (blocks.empty()) return blocks;
+    const auto [n, n_tokens] = run_length(blocks);
+    run.blocks = blocks.first(n);
+    run.n_tokens = n_tokens;
+    run.key_bytes = part_bytes(blocks[0], Role::kKeys);
+    run.value_bytes = part_bytes(blocks[0], Role::kValues);
+    const auto head = static_cast<std::size_t>(item_.kv_head);
+    for (std::size_t i = 0; i < n; ++i) {
+      run.keys[i] = blocks[i].keys + head * run.key_bytes;
+      run.values[i] = blocks[i].values + head * run.value_bytes;
+      run.part_tokens[i] = blocks[i].n_tokens;
+    }
+    return blocks.subspan(n);
+  }
+
+  void attend_run(const Run& run, const Run& next) {
+    const BlockRef& first = run.blocks[0];
+    const std::size_t n = run.blocks.size();
     if (n_rows_ <= kDirectRows) {
-      std::array<const std::byte*, kRunBlocks> keys;
-      std::array<const std::byte*, kRunBlocks> values;
-      std::array<std::int32_t, kRunBlocks> n_tokens;
-      const std::size_t n_blocks = run.blocks.size();
-      const std::size_t key_offset = offset_in_block(run.blocks[0], Role::kKeys);
-      const std::size_t value_offset = offset_in_block(run.blocks[0], Role::kValues);
-      for (std::size_t i = 0; i < n_blocks; ++i) {
-        keys[i] = run.blocks[i].keys + key_offset;
-        values[i] = run.blocks[i].values + value_offset;
-        n_tokens[i] = run.blocks[i].n_tokens;
-      }
-      score(run.blocks[0].key_format, run.blocks[0].block_size,
-            {keys.data(), n_tokens.data(), n_blocks});
+      score(first.key_format, first.block_size,
+            {run.keys.data(), run.part_tokens.data(), n, run.values.data(), n, run.value_bytes});
       weigh(run);
-      accumulate(run.blocks[0].value_format, run.blocks[0].block_size,
-                 {values.data(), n_tokens.data(), n_blocks});
+      accumulate(first.value_format, first.block_size,
+                 {run.values.data(), run.part_tokens.data(), n, next.keys.data(),
+                  next.blocks.size(), next.key_bytes});
     } else {
       decode_and_score(run);
       weigh(run);
@@ -185,13 +205,12 @@ class Walk {
         keys ? kernels_.of_keys(layout).decode : kernels_.of_values(layout).decode;
     const PartShape shape{first.block_size, keys ? arguments_.head_dim : arguments_.value_dim,
                           format.group_size};
-    const std::size_t offset = offset_in_block(first, role);
     const std::size_t dim = keys ? dim_ : value_dim_;
     float* rows = buffers_.decoded.get<float>(static_cast<std::size_t>(run.n_tokens) * dim);
     const auto* const part = reinterpret_cast<const std::byte*>(rows);
-    for (const BlockRef& block : run.blocks) {
-      read(shape, (keys ? block.keys : block.values) + offset, 0, block.n_tokens, rows);
-      rows += static_cast<std::size_t>(block.n_tokens) * dim;
+    for (std::size_t i = 0; i < run.blocks.size(); ++i) {
+      read(shape, keys ? run.keys[i] : run.values[i], 0, run.part_tokens[i], rows);
+      rows += static_cast<std::size_t>(run.part_tokens[i]) * dim;
     }
     return part;
   }
@@ -211,11 +230,10 @@ class Walk {
     accumulate(format, run.n_tokens, {&part, &run.n_tokens, 1});
   }
 
-  std::size_t offset_in_block(const BlockRef& block, Role role) const {
+  std::size_t part_bytes(const BlockRef& block, Role role) const {
     const bool keys = role == Role::kKeys;
-    return static_cast<std::size_t>(item_.kv_head) *
-           codec::part_bytes({keys ? block.key_format : block.value_format, role, block.block_size,
-                              keys ? arguments_.head_dim : arguments_.value_dim});
+    return codec::part_bytes({keys ? block.key_format : block.value_format, role,
+                              block.block_size, keys ? arguments_.head_dim : arguments_.value_dim});
   }
 
   /// Turns a run's scores into weights under the largest score so far.

@@ -39,6 +39,10 @@ struct PartRun {
   /// Of each part, its first n_tokens count: 1 to block_size.
   const std::int32_t* n_tokens;
   std::size_t n_parts;
+  /// What is read next, as parts of ahead_bytes: a kernel may fetch it into cache meanwhile.
+  const std::byte* const* ahead = nullptr;
+  std::size_t n_ahead = 0;
+  std::size_t ahead_bytes = 0;
 };
 
 /// Scores and weights may be read, and scores overwritten, up to this many columns after the last.
@@ -66,7 +70,7 @@ struct ValueKernels {
   void (*decode)(const PartShape&, const std::byte* part, int first_token, int n_tokens,
                  float* rows);
   /// out[q * head_dim + d] += sum over c of weights[q * stride + c] * value[c][d], weights in 0..1.
-  /// Integer layouts may round weights to 14 bits of the largest product with a scale.
+  /// Integer layouts may round weights to 16 bits of the largest product with a scale nearby.
   void (*accumulate)(const PartShape&, const PartRun&, const float* weights, std::size_t stride,
                      int n_queries, float* out);
 };

@@ -89,7 +89,7 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
   Plan plan(*this);
   BlockList& blocks = own_blocks();
   const std::int32_t block_size = format.raw[0].block_size;
-  plan.n_dropped_ = first_needed(format);
+  plan.n_dropped_ = n_tokens > 0 ? first_needed(format) : 0;
 
   const bool open = !blocks.empty() && plan.n_dropped_ < blocks.size() && n_tokens > 0 &&
                     is_open(blocks.back(), format);

@@ -125,7 +125,7 @@ class Sequence {
   std::int64_t length() const noexcept { return length_; }
   /// Whether blocks were dropped, so that earlier states cannot be had back.
   bool slid() const noexcept {
-    return blocks_->empty() ? length_ > 0 : blocks_->front().position > 0;
+    return held() && !blocks_->empty() && blocks_->front().position > 0;
   }
   /// Shortens to `length` tokens.
   void shorten(std::int64_t length);

@@ -3,6 +3,7 @@
 #include <mlx/ops.h>
 #include <mlx/utils.h>
 
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
@@ -31,6 +32,13 @@ std::invalid_argument not_held(const Block& block) {
       "block ", block.block_id(), " is not held: its handle was freed, or is of another pool"));
 }
 
+/// Of the calling thread; unlike a thread's id never given out again.
+std::uint64_t this_thread() {
+  static std::atomic<std::uint64_t> n_threads{0};
+  thread_local const std::uint64_t number = ++n_threads;
+  return number;
+}
+
 mx::Stream cpu_stream() {
   const mx::Stream current = mx::to_stream({});
   return current.device == mx::Device::cpu ? current : mx::default_stream(mx::Device::cpu);
@@ -47,7 +55,7 @@ class MLXBlockStorage::Segments {
     detail::BlockPlace place;
   };
 
-  explicit Segments(std::shared_ptr<MlxBufferPool> buffers) : places_(std::move(buffers)) {}
+  explicit Segments(std::shared_ptr<MlxBufferPool> buffers) : buffers_(std::move(buffers)) {}
 
   /// Takes a place if the block has none of this format; zeroes it when the block's life is new.
   Opened open(const Block& block, detail::BlockPlace place, const BlockPoolAllocator& pool,
@@ -55,6 +63,14 @@ class MLXBlockStorage::Segments {
     Home& home = home_of(block, place, pool);
     place.offset = home.place.offset();
     mx::array& segment = home.place.segment->version;
+    std::uint64_t& thread = home.place.segment->thread;
+    if (thread != this_thread() && segment.status() == mx::array::Status::unscheduled) {
+      throw std::runtime_error(message(
+          "another thread's reads or writes of block ", block.block_id(),
+          ", or of one that lies beside it, are not evaluated yet; MLX runs lazy work only in the "
+          "thread that asked for it, so evaluate it there first"));
+    }
+    thread = this_thread();
     if (!home.cleared) detail::clear_block(segment, place, stream);
     home.cleared = true;
     return {segment, place};
@@ -68,13 +84,18 @@ class MLXBlockStorage::Segments {
     }
   }
 
-  std::size_t resident_bytes() const noexcept { return places_.resident_bytes(); }
+  std::size_t resident_bytes() const noexcept {
+    std::size_t bytes = 0;
+    for (const auto& [thread, places] : places_) bytes += places.resident_bytes();
+    return bytes;
+  }
 
   mutable std::mutex mutex;
 
  private:
   struct Home {
     detail::Place place;
+    std::uint64_t thread;
     BlockFormat format;
     Block block;  ///< A handle of the life that took the place.
     bool cleared = false;
@@ -88,7 +109,7 @@ class MLXBlockStorage::Segments {
       Home& home = found->second;
       if (home.block.life() == block.life()) return home;
       if (home.block.life() > block.life()) throw not_held(block);
-      if (home.format == place.format) {
+      if (home.format == place.format && home.thread == this_thread()) {
         home.block = block;
         home.cleared = false;
         return home;
@@ -96,18 +117,20 @@ class MLXBlockStorage::Segments {
       drop(found);
     }
     const std::size_t bytes = place.block_bytes();
-    if (!places_.has_free(bytes)) drop_unheld(pool);
-    const detail::Place taken = places_.take(bytes);
+    detail::SegmentList& places = places_.try_emplace(this_thread(), buffers_).first->second;
+    if (!places.has_free(bytes)) drop_unheld(pool);
+    const detail::Place taken = places.take(bytes);
     try {
-      return homes_.emplace(block.block_id(), Home{taken, place.format, block}).first->second;
+      return homes_.emplace(block.block_id(), Home{taken, this_thread(), place.format, block})
+          .first->second;
     } catch (...) {
-      places_.give_back(taken);
+      places.give_back(taken);
       throw;
     }
   }
 
   Homes::iterator drop(Homes::iterator home) noexcept {
-    places_.give_back(home->second.place);
+    places_.at(home->second.thread).give_back(home->second.place);
     return homes_.erase(home);
   }
 
@@ -117,7 +140,9 @@ class MLXBlockStorage::Segments {
     }
   }
 
-  detail::SegmentList places_;
+  const std::shared_ptr<MlxBufferPool> buffers_;
+  /// By thread, so that no thread's lazy work hangs on another's.
+  std::unordered_map<std::uint64_t, detail::SegmentList> places_;
   Homes homes_;
 };
 

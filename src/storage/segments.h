@@ -20,6 +20,7 @@ struct Segment {
   std::size_t place_bytes;
   std::size_t n_places;
   std::vector<std::uint32_t> free;  ///< Places not taken.
+  std::uint64_t thread = 0;         ///< Whose work `version` waits for, to those who ask.
 };
 
 /// A place in a segment.

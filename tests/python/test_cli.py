@@ -46,11 +46,11 @@ def test_version_and_help():
     code, out, _ = kvpool("--version")
     assert code == 0 and out.startswith("kvpool ")
     code, out, _ = kvpool("--help")
-    assert code == 0 and all(command in out for command in ("generate", "convert", "info"))
+    assert code == 0 and all(command in out for command in ("generate", "compare", "convert", "info"))
 
 
 def test_json_holds_the_answer_and_every_figure(tiny):
-    code, out, _ = kvpool("generate", tiny, "-p", "hello", "--max-tokens", 5, "--block-size", 16, "--json")
+    code, out, _ = kvpool("generate", tiny, "-p", "hello", "--max-tokens", 5, "--cache", "pooled", "--json")
     assert code == 0
     report = json.loads(out)
     assert report["answer"]["tokens"] == 5 and report["finish_reason"] == "length"
@@ -61,11 +61,11 @@ def test_json_holds_the_answer_and_every_figure(tiny):
     assert report["cache"] == "pooled" and report["dtype"] == "float32"
 
 
-def test_pooled_and_stock_answers_are_equal(tiny):
+def test_paged_pooled_and_stock_answers_are_equal(tiny):
     run = ["generate", tiny, "-p", "hello w", "--max-tokens", 30, "--json"]
-    reports = [json.loads(kvpool(*run, "--cache", cache)[1]) for cache in ("pooled", "stock")]
-    assert reports[0]["text"] == reports[1]["text"]
-    assert reports[1]["pool"] is None
+    reports = [json.loads(kvpool(*run, "--cache", cache)[1]) for cache in ("paged", "pooled", "stock")]
+    assert reports[0]["text"] == reports[1]["text"] == reports[2]["text"]
+    assert reports[2]["pool"] is None
 
 
 def test_the_answer_is_on_stdout_and_the_table_is_not(tiny):
@@ -100,7 +100,7 @@ def test_metrics_file_parses_whatever_the_model_is_called(tiny, tmp_path):
 
 
 def test_a_pool_that_is_too_small_says_what_would_do(tiny):
-    run = ["generate", tiny, "-p", "hello", "--max-tokens", 300]
+    run = ["generate", tiny, "-p", "hello", "--max-tokens", 300, "--cache", "pooled"]
     code, out, err = kvpool(*run, "--n-blocks", 100)
     assert code != 0 and out == ""
     assert "--n-blocks 128" in err and "300" in err
@@ -199,7 +199,7 @@ def test_info_counts_bytes_a_token(tiny):
     assert rows["fp16"]["bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     assert rows["fp16"]["tokens_in_memory"] == (1 << 20) // 256
     assert rows["int4"]["bits_per_element"] == 4 + 32 / 16
-    assert rows["fp32"]["status"] == "runs" and rows["int4"]["status"] == "planned"
+    assert rows["fp32"]["status"] == "runs" and rows["vecinfer2"]["status"] == "planned"
     code, out, _ = kvpool("info", tiny)
     assert code == 0 and "vecinfer1" in out and "MLX" in out
     code, _, err = kvpool("info", tiny, "--memory", "lots")

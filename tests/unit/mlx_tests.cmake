@@ -4,6 +4,7 @@ kvpool_test(storage_test kvpool::kvpool
   storage/block_storage_formats_test.cpp
   storage/block_storage_life_test.cpp
   storage/block_storage_order_test.cpp
+  storage/block_storage_threads_test.cpp
   storage/buffer_pool_limits_test.cpp
   storage/buffer_pool_test.cpp
   storage/buffer_pool_threads_test.cpp)
@@ -12,3 +13,8 @@ target_include_directories(storage_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
 kvpool_test(cache_test kvpool::kvpool
   cache/pool_backed_kv_cache_test.cpp
   cache/pooled_kv_cache_test.cpp)
+
+kvpool_test(paged_test kvpool::kvpool
+  cache/paged_kv_cache_test.cpp
+  sequence/aliasing_test.cpp)
+target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src)

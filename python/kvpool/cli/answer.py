@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from .progress import PrefillProgress
 from .report import PoolFigures, Report, Speed, stock_capacity
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpool import BlockPoolAllocator
 
     from ..models import ModelInfo
+    from .caches import RunCaches
 
 PREFILL_CHUNK = 512
 
@@ -35,7 +36,7 @@ class Answer:
         self,
         model: Module,
         tokenizer: TokenizerWrapper,
-        caches: list[Any],
+        caches: RunCaches,
         *,
         max_tokens: int,
         sampling: dict[str, float],
@@ -46,6 +47,11 @@ class Answer:
         from mlx_lm.sample_utils import make_sampler
 
         progress = PrefillProgress()
+
+        def after_chunk(done: int, total: int) -> None:
+            caches.observe()
+            progress(done, total)
+
         try:
             for response in stream_generate(
                 model,
@@ -53,10 +59,11 @@ class Answer:
                 self.prompt,
                 max_tokens=max_tokens,
                 sampler=make_sampler(**sampling),
-                prompt_cache=caches,
+                prompt_cache=caches.layers,
                 prefill_step_size=PREFILL_CHUNK,
-                prompt_progress_callback=progress,
+                prompt_progress_callback=after_chunk,
             ):
+                caches.observe()
                 self.text += response.text
                 self.tokens.append(response.token)
                 self.prompt_tps, self.tps = response.prompt_tps, response.generation_tps
@@ -69,27 +76,27 @@ class Answer:
             progress.close()
 
 
-def report_on(
-    answer: Answer, model: Module, shape: ModelInfo, caches: list[Any], pool: Optional[BlockPoolAllocator]
-) -> Report:
+def report_on(answer: Answer, model: Module, shape: ModelInfo, caches: RunCaches) -> Report:
     """The figures of a run, while its caches still hold their blocks."""
-    dtype = _activation_dtype(model)
-    held = sum(cache.nbytes for cache in caches)
-    figures = _pool_figures(pool) if pool is not None else None
-    peak = held * figures.blocks_peak // figures.blocks_held if figures and figures.blocks_held else held
-    n_cached = max((getattr(cache, "offset", 0) for cache in caches), default=0)
-    stock = stock_capacity(len(answer.prompt), n_cached, PREFILL_CHUNK) * shape.elements_per_token * dtype.size
+    dtype, n_tokens = activation_dtype(model), caches.n_tokens
+    caches.observe()
+    stock = stock_capacity(len(answer.prompt), n_tokens, PREFILL_CHUNK) * shape.elements_per_token * dtype.size
     return Report(
         model=shape.path,
         dtype=str(dtype).removeprefix("mlx.core."),
-        cache="pooled" if pool is not None else "stock",
+        cache=caches.kind.value,
+        format=caches.format,
         finish_reason=answer.finish_reason,
         prompt=Speed(len(answer.prompt), answer.prompt_tps),
         answer=Speed(len(answer.tokens), answer.tps),
-        bytes_held=held,
-        bytes_peak=peak,
+        tokens_held=n_tokens,
+        bytes_held=caches.bytes_held,
+        bytes_peak=caches.bytes_peak,
         bytes_stock=stock,
-        pool=figures,
+        bytes_per_token=caches.bytes_held / n_tokens if n_tokens else 0.0,
+        bytes_per_token_raw=shape.elements_per_token * dtype.size,
+        bytes_per_token_fp16=shape.elements_per_token * 2,
+        pool=_pool_figures(caches.pool) if caches.pool is not None else None,
     )
 
 
@@ -107,7 +114,7 @@ def _pool_figures(pool: BlockPoolAllocator) -> PoolFigures:
     )
 
 
-def _activation_dtype(model: Module) -> Any:
+def activation_dtype(model: Module) -> Any:
     """The type in which the model computes: that of its first floating-point parameter."""
     import mlx.core as mx
     from mlx.utils import tree_flatten

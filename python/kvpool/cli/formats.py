@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..models import ModelInfo
 
-KIVI_TOKENS = 64
 _SCALE_AND_BIAS_BITS = 32
 
 
@@ -19,21 +18,24 @@ class Format:
     runs: bool
 
 
-def formats_for(model: ModelInfo, group_size: int) -> list[Format]:
-    """Every format, widest first. ``group_size``: elements of a head that share scale and bias in int formats."""
+def formats_for(model: ModelInfo, group_size: int, block_size: int) -> list[Format]:
+    """Every format, widest first, as a full block of ``block_size`` tokens stores it.
+
+    ``group_size``: elements of a head that share scale and bias in int formats and in the values of kivi.
+    """
     head_dim = model.head_dim
-    affine = _SCALE_AND_BIAS_BITS * -(-head_dim // group_size) / head_dim
-    kivi = (_SCALE_AND_BIAS_BITS / KIVI_TOKENS + _SCALE_AND_BIAS_BITS / head_dim) / 2
+    by_token = _SCALE_AND_BIAS_BITS * -(-head_dim // group_size) / head_dim
+    by_channel = _SCALE_AND_BIAS_BITS / block_size
     raw = [Format(name, bits, True) for name, bits in (("fp32", 32), ("fp16", 16), ("bf16", 16))]
-    ints = [Format(f"int{bits}", bits + affine, False) for bits in (8, 4, 2)]
-    kivis = [Format(f"kivi{bits}", bits + kivi, False) for bits in (4, 2)]
+    ints = [Format(f"int{bits}", bits + by_token, True) for bits in (8, 4, 2)]
+    kivis = [Format(f"kivi{bits}", bits + (by_channel + by_token) / 2, True) for bits in (4, 2)]
     vectors = [Format(f"vecinfer{bits}", bits, False) for bits in (4, 3, 2, 1)]
     return raw + ints + kivis + vectors
 
 
-def what_is_counted(group_size: int) -> str:
+def what_is_counted(group_size: int, block_size: int) -> str:
     """One sentence on what the bits of each family contain."""
     return (
-        f"int: with fp16 scale and bias per {group_size} elements of a head; kivi: the same for K per channel over "
-        f"{KIVI_TOKENS} tokens, for V per head; vecinfer: codes, without the codebooks."
+        f"Per token that has left the raw window. int: with fp16 scale and bias per {group_size} elements of a head; "
+        f"kivi: the same for V, for K per channel over {block_size} tokens; vecinfer: codes, without the codebooks."
     )

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from ..atomic import new_file
-from .options import DType, ModelArgument, finite
+from .options import CacheFormat, CacheKind, DType, GroupSize, ModelArgument, finite
 from .prompt import encode_prompt, read_prompt
 
 if TYPE_CHECKING:
-    from mlx.nn import Module
-
     from kvpool import BlockPoolAllocator
 
-    from .pool_plan import PoolOptions
     from .report import Report
-
-
-class CacheKind(str, Enum):
-    pooled = "pooled"
-    stock = "stock"
 
 
 def _metrics_file(name: Optional[str]) -> Optional[str]:
@@ -64,9 +55,30 @@ def generate(
     ] = 0.0,
     seed: Annotated[Optional[int], typer.Option(min=0, max=(1 << 64) - 1, help="Seed for sampling.")] = None,
     cache: Annotated[
-        CacheKind, typer.Option(help="The KV cache: kvpool's, or mlx_lm's own to compare.")
-    ] = CacheKind.pooled,
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens a block.")] = 16,
+        CacheKind,
+        typer.Option(
+            help="The KV cache: in blocks attended where they lie, contiguous and counted in a pool, or mlx_lm's own."
+        ),
+    ] = CacheKind.paged,
+    format: Annotated[
+        CacheFormat, typer.Option(help="How a paged cache stores tokens; raw is the type that the model runs in.")
+    ] = CacheFormat.raw,
+    key_format: Annotated[
+        Optional[CacheFormat], typer.Option(help="Of keys. Default: --format.", show_default=False)
+    ] = None,
+    value_format: Annotated[
+        Optional[CacheFormat], typer.Option(help="Of values. Default: --format.", show_default=False)
+    ] = None,
+    window: Annotated[int, typer.Option(min=0, max=1 << 24, help="Newest tokens that stay raw.")] = 128,
+    sink: Annotated[int, typer.Option(min=0, max=1 << 24, help="First tokens that stay raw.")] = 16,
+    group_size: Annotated[GroupSize, typer.Option(help="Elements that share a scale in int formats.")] = GroupSize.g32,
+    hadamard: Annotated[
+        bool, typer.Option("--hadamard/--no-hadamard", help="Store int formats after a Hadamard transform.")
+    ] = True,
+    block_size: Annotated[
+        Optional[int],
+        typer.Option(min=1, max=1 << 20, help="Tokens a block. Default: 32, pooled 16.", show_default=False),
+    ] = None,
     n_blocks: Annotated[
         Optional[int],
         typer.Option(min=2, max=1 << 24, help="Blocks in the pool, K and V together. Default: as the prompt needs."),
@@ -80,7 +92,7 @@ def generate(
     max_blocks: Annotated[Optional[int], typer.Option(min=2, max=1 << 24, help="Cap of a pool that grows.")] = None,
     step: Annotated[
         Optional[int],
-        typer.Option(min=1, max=1 << 20, help="Tokens by which a cache grows. Default: the block size, at least 256."),
+        typer.Option(min=1, max=1 << 20, help="Tokens by which a pooled cache grows. Default: block size, at least 256."),
     ] = None,
     dtype: Annotated[
         Optional[DType], typer.Option(help="Type to run in. Default: float32 on the CPU, on a GPU the model's own.")
@@ -98,12 +110,19 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     if metrics_file is not None and cache is CacheKind.stock:
         raise typer.BadParameter("the stock cache has no pool to measure.", param_hint="'--metrics-file'")
+    if step is not None and cache is not CacheKind.pooled:
+        raise typer.BadParameter("only --cache pooled grows in steps.", param_hint="'--step'")
+    named = {"--format": format, "--key-format": key_format, "--value-format": value_format}
+    for option, value in named.items():
+        if cache is not CacheKind.paged and value not in (None, CacheFormat.raw):
+            raise typer.BadParameter(f"{value.value} needs --cache paged.", param_hint=f"'{option}'")
 
     if context.obj:
         _note(context.obj)
 
     from .. import models
-    from .answer import Answer, report_on
+    from .answer import PREFILL_CHUNK, Answer, report_on
+    from .caches import PagedFormat, paged_caches, pooled_caches, stock_caches
     from .pool_plan import PoolOptions
 
     loaded, tokenizer, shape = models.load(model, dtype.value if dtype else None)
@@ -112,11 +131,15 @@ def generate(
         raise typer.BadParameter("the prompt has no tokens.", param_hint="'--prompt'")
     if shape.context_length and len(tokens) + max_tokens > shape.context_length:
         _note(f"{len(tokens)} + {max_tokens} tokens may exceed the model's context of {shape.context_length}")
-    if cache is CacheKind.pooled:
-        options = PoolOptions(block_size, step, n_blocks, grow, max_blocks)
-        caches, pool = _pooled_caches(loaded, options, len(tokens), max_tokens)
+    options = PoolOptions(block_size, step, n_blocks, grow, max_blocks)
+    if cache is CacheKind.stock:
+        caches = stock_caches(loaded)
+    elif cache is CacheKind.pooled:
+        caches = pooled_caches(loaded, options, len(tokens), max_tokens)
     else:
-        caches, pool = _stock_caches(loaded), None
+        keys, values = (key_format or format).value, (value_format or format).value
+        paged = PagedFormat(keys, values, window, sink, int(group_size.value), hadamard)
+        caches = paged_caches(loaded, options, paged, len(tokens), max_tokens, PREFILL_CHUNK)
     if seed is not None:
         _seed(seed)
 
@@ -124,34 +147,11 @@ def generate(
     sampling = {"temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     write = _discard if as_json else _write
     answer.run(loaded, tokenizer, caches, max_tokens=max_tokens, sampling=sampling, write=write)
-    _show(report_on(answer, loaded, shape, caches, pool), answer.text, as_json=as_json)
-    if metrics_file is not None and pool is not None:
-        _write_metrics(metrics_file, shape.path, pool)
+    _show(report_on(answer, loaded, shape, caches), answer.text, as_json=as_json)
+    if metrics_file is not None and caches.pool is not None:
+        _write_metrics(metrics_file, shape.path, caches.pool)
     if answer.finish_reason == "interrupted":
         raise typer.Exit(130)
-
-
-def _stock_caches(model: Module) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return make_prompt_cache(model)
-
-
-def _pooled_caches(
-    model: Module, options: PoolOptions, n_prompt: int, n_answer: int
-) -> tuple[list[Any], BlockPoolAllocator]:
-    from mlx_lm.models.cache import KVCache
-
-    from kvpool import build_pooled_caches
-
-    from .pool_plan import demand_of, make_pool
-
-    n_layers = sum(type(cache) is KVCache for cache in _stock_caches(model))
-    if n_layers == 0:
-        raise ValueError("this model has no plain attention layers to pool; run it with --cache stock")
-    demand = demand_of(options, n_layers)
-    pool = make_pool(options, demand, n_prompt, n_answer)
-    return build_pooled_caches(model, pool, owner=1, step=demand.step), pool
 
 
 def _seed(seed: int) -> None:

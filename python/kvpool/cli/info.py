@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from enum import Enum
 from typing import Annotated, Any, Optional
 
 import typer
@@ -15,12 +14,7 @@ from ..models import ModelInfo, inspect
 from . import blas
 from .formats import formats_for, what_is_counted
 from .memory import free_bytes, parse_bytes, show_bytes
-from .options import ModelArgument
-
-
-class GroupSize(str, Enum):
-    g32 = "32"
-    g64 = "64"
+from .options import GroupSize, ModelArgument
 
 
 def _memory(text: Optional[str]) -> Optional[int]:
@@ -38,29 +32,31 @@ def info(
         Optional[str],
         typer.Option(metavar="SIZE", callback=_memory, help="Memory for the cache, e.g. 8GB. Default: what is free."),
     ] = None,
-    group_size: Annotated[GroupSize, typer.Option(help="Elements that share a scale in int formats.")] = GroupSize.g64,
+    group_size: Annotated[GroupSize, typer.Option(help="Elements that share a scale in int formats.")] = GroupSize.g32,
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens a block.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what a token costs in each cache format, and how many fit in memory. Reads no weights."""
     shape = inspect(model)
     budget = memory if memory is not None else free_bytes()
-    rows = _rows(shape, int(group_size.value), budget)
+    rows = _rows(shape, int(group_size.value), block_size, budget)
+    counted = what_is_counted(int(group_size.value), block_size)
     runtime = _runtime()
     if as_json:
         content = {"runtime": runtime, "model": dataclasses.asdict(shape), "memory_bytes": budget, "formats": rows}
-        content["counted"] = what_is_counted(int(group_size.value))
+        content["counted"] = counted
         print(json.dumps(content, ensure_ascii=False))
     else:
         _print_tables(runtime, shape, budget, rows)
         if rows:
-            print(what_is_counted(int(group_size.value)), "Planned: generate does not run it yet.")
+            print(counted, "Planned: generate does not run it yet.")
 
 
-def _rows(shape: ModelInfo, group_size: int, budget: int) -> list[dict[str, Any]]:
+def _rows(shape: ModelInfo, group_size: int, block_size: int, budget: int) -> list[dict[str, Any]]:
     if shape.elements_per_token == 0:
         return []
     rows = []
-    for entry in formats_for(shape, group_size):
+    for entry in formats_for(shape, group_size, block_size):
         bytes_per_token = shape.elements_per_token * entry.bits / 8
         rows.append(
             {

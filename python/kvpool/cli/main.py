@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import blas
+from .compare import compare
 from .convert import convert
 from .generate import generate
 from .info import info
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(compare)
 app.command()(convert)
 app.command()(info)
 
@@ -49,7 +51,7 @@ def run() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     arguments = sys.argv[1:]
     try:
-        wants_blas = arguments[:1] == ["generate"] and not {"--no-blas", "--help"} & set(arguments)
+        wants_blas = arguments[:1] in (["generate"], ["compare"]) and not {"--no-blas", "--help"} & set(arguments)
         app(prog_name="kvpool", obj=blas.use_openblas() if wants_blas else None)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -15,6 +15,26 @@ class DType(str, Enum):
     float32 = "float32"
 
 
+class CacheKind(str, Enum):
+    paged = "paged"
+    pooled = "pooled"
+    stock = "stock"
+
+
+class CacheFormat(str, Enum):
+    raw = "raw"
+    int8 = "int8"
+    int4 = "int4"
+    int2 = "int2"
+    kivi4 = "kivi4"
+    kivi2 = "kivi2"
+
+
+class GroupSize(str, Enum):
+    g32 = "32"
+    g64 = "64"
+
+
 def finite(value: float) -> float:
     """Refuses NaN and infinity, which pass a range check."""
     if not math.isfinite(value):

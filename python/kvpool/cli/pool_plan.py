@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Protocol
 
 import typer
 
@@ -17,34 +19,67 @@ MAX_BLOCKS = 1 << 24
 class PoolOptions:
     """The options that size the pool; None where the user left them out."""
 
-    block_size: int
+    block_size: Optional[int]
     step: Optional[int]
     n_blocks: Optional[int]
     grow: Optional[bool]
     max_blocks: Optional[int]
 
 
+class Demand(Protocol):
+    """What one request asks of a pool."""
+
+    block_size: int
+    n_layers: int
+
+    def blocks_for(self, n_tokens: int) -> int:
+        """Blocks, of K and V together, that hold ``n_tokens`` in every layer."""
+
+    def tokens_in(self, n_blocks: int) -> int:
+        """The most tokens that ``n_blocks`` hold in every layer."""
+
+
 @dataclass(frozen=True)
-class Demand:
-    """What one request asks of a pool: ``n_layers`` caches, each with K and V, that grow by ``step`` tokens."""
+class PooledDemand:
+    """``n_layers`` caches, each with K and V, that grow by ``step`` tokens."""
 
     n_layers: int
     block_size: int
     step: int
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Blocks, of K and V together, that hold ``n_tokens`` in every layer."""
         capacity = -(-n_tokens // self.step) * self.step
         return 2 * self.n_layers * -(-capacity // self.block_size)
 
     def tokens_in(self, n_blocks: int) -> int:
-        """The most tokens that ``n_blocks`` hold in every layer."""
         capacity = n_blocks // (2 * self.n_layers) * self.block_size
         return capacity // self.step * self.step
 
 
-def demand_of(options: PoolOptions, n_layers: int) -> Demand:
-    return Demand(n_layers, options.block_size, options.step or max(options.block_size, DEFAULT_STEP))
+@dataclass(frozen=True)
+class PagedDemand:
+    """Paged caches, whose K and V grow by the block.
+
+    ``reach`` has, for each layer, the most tokens that it ever holds; 0 where it holds all.
+    """
+
+    block_size: int
+    reach: Sequence[int]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.reach)
+
+    def blocks_for(self, n_tokens: int) -> int:
+        return 2 * sum(self._blocks(n_tokens, reach) for reach in self.reach)
+
+    def tokens_in(self, n_blocks: int) -> int:
+        lengths = range(0, (n_blocks + 1) * self.block_size, self.block_size)
+        return lengths[bisect_right(lengths, n_blocks, key=self.blocks_for) - 1]
+
+    def _blocks(self, n_tokens: int, reach: int) -> int:
+        needed = -(-n_tokens // self.block_size)
+        return min(needed, -(-reach // self.block_size) + 1) if reach else needed
 
 
 def make_pool(options: PoolOptions, demand: Demand, n_prompt: int, n_answer: int) -> BlockPoolAllocator:

@@ -26,12 +26,24 @@ def read_prompt(text: Optional[str], file: Optional[str]) -> str:
     if text is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("give --prompt, --prompt-file, or pipe the prompt in.", param_hint="'--prompt'")
     if text is not None and text != "-":
-        return _decode(text.encode("utf-8", "surrogateescape"), "'--prompt'")
+        return _decode(text.encode("utf-8", "surrogateescape"), "'--prompt'", "prompt")
     if file is not None and file != "-":
-        source, content = "'--prompt-file'", _read_file(file)
-    else:
-        source, content = "standard input", sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    return _decode(content.removesuffix(b"\n"), source)
+        return read_text(file, "'--prompt-file'", "prompt")
+    return _decode(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1).removesuffix(b"\n"), "standard input", "prompt")
+
+
+def read_text(file: str, hint: str, what: str) -> str:
+    """The text of a file without one newline at its end. ``hint`` and ``what`` name the option and the text in errors.
+
+    Raises:
+        typer.BadParameter: no such file, not UTF-8, empty, or longer than 64 MiB.
+    """
+    try:
+        with Path(file).open("rb") as opened:
+            content = opened.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}.", param_hint=hint) from None
+    return _decode(content.removesuffix(b"\n"), hint, what)
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, text: str, *, raw: bool, system: Optional[str]) -> list[int]:
@@ -43,21 +55,13 @@ def encode_prompt(tokenizer: TokenizerWrapper, text: str, *, raw: bool, system: 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
-def _read_file(name: str) -> bytes:
-    try:
-        with Path(name).open("rb") as file:
-            return file.read(MAX_PROMPT_BYTES + 1)
-    except OSError as error:
-        raise typer.BadParameter(f"{name}: {error.strerror}.", param_hint="'--prompt-file'") from None
-
-
-def _decode(content: bytes, source: str) -> str:
+def _decode(content: bytes, source: str, what: str) -> str:
     if len(content) > MAX_PROMPT_BYTES:
-        raise typer.BadParameter(f"the prompt is longer than {MAX_PROMPT_BYTES} bytes.", param_hint=source)
+        raise typer.BadParameter(f"the {what} is longer than {MAX_PROMPT_BYTES} bytes.", param_hint=source)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"the prompt is not UTF-8 (byte {error.start}).", param_hint=source) from None
+        raise typer.BadParameter(f"the {what} is not UTF-8 (byte {error.start}).", param_hint=source) from None
     if not text.strip():
-        raise typer.BadParameter("the prompt is empty.", param_hint=source)
+        raise typer.BadParameter(f"the {what} is empty.", param_hint=source)
     return text

@@ -8,6 +8,7 @@ from typing import Any, Optional
 from rich.console import Console
 from rich.table import Table
 
+from .caches import PagedFormat
 from .memory import show_bytes
 
 STOCK_STEP = 256
@@ -35,17 +36,26 @@ class PoolFigures:
 
 @dataclass(frozen=True)
 class Report:
-    """All figures of one run. ``bytes_*`` are of the KV cache, over all layers."""
+    """All figures of one run. ``bytes_*`` are of the KV cache, over all layers.
+
+    ``bytes_per_token`` is what is held, over the tokens held; ``_raw`` and ``_fp16`` are what the elements of a token
+    take in the model's own type and in fp16. ``format`` is None unless the cache is paged.
+    """
 
     model: str
     dtype: str
     cache: str
+    format: Optional[PagedFormat]
     finish_reason: str
     prompt: Speed
     answer: Speed
+    tokens_held: int
     bytes_held: int
     bytes_peak: int
     bytes_stock: int
+    bytes_per_token: float
+    bytes_per_token_raw: int
+    bytes_per_token_fp16: int
     pool: Optional[PoolFigures]
 
     def to_json(self, text: str) -> dict[str, Any]:
@@ -70,11 +80,25 @@ class Report:
             "cache held, peak",
             f"{show_bytes(self.bytes_held)}, {show_bytes(self.bytes_peak)} ({self.cache}, {self.dtype})",
         )
+        if self.format:
+            table.add_row("K, V", _formats(self.format))
+        if self.bytes_per_token:
+            raw, fp16 = (self.bytes_per_token / whole for whole in (self.bytes_per_token_raw, self.bytes_per_token_fp16))
+            table.add_row(
+                "bytes a token held",
+                f"{self.bytes_per_token:,.0f} ({fp16:.0%} of fp16, {raw:.0%} of {self.dtype}; {self.tokens_held} tokens)",
+            )
         table.add_row("stock cache would hold", show_bytes(self.bytes_stock))
         if pool:
             table.add_row("blocks allocated, reused, grown", f"{pool.allocated}, {pool.reused}, {pool.grown}")
             table.add_row("fragmentation", f"{pool.fragmentation:.1%}")
         console.print(table)
+
+
+def _formats(format: PagedFormat) -> str:
+    if format.keys == format.values == "raw":
+        return "raw, raw"
+    return f"{format.keys}, {format.values} (raw: first {format.sink} and newest {format.window} tokens)"
 
 
 def stock_capacity(n_prompt: int, n_cached: int, chunk: int) -> int:

@@ -1,17 +1,11 @@
-#include <cstring>
-
 #include "kernels/avx512/common.h"
+#include "kernels/avx512/decode.h"
 #include "kernels/scalar/scalar.h"
 
 namespace kvpool::kernels::avx512 {
 namespace {
 
 using codec::Role;
-
-template <int kBits>
-constexpr Layout kLayout = kBits == 8   ? Layout::kAffine8
-                           : kBits == 4 ? Layout::kAffine4
-                                        : Layout::kAffine2;
 
 /// Channels are worked on 16 at a time.
 int n_vectors(const PartShape& shape) { return (shape.head_dim + 15) / 16; }
@@ -100,6 +94,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   const auto* const all_queries =
       reinterpret_cast<const Query*>(prepared + fp32_query_bytes(shape, n_queries));
   const std::size_t tile_bytes = affine_tile_bytes(Role::kKeys, kBits, shape, kTileTokens);
+  Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
     const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
     float* to = out + as_size(first) * stride;
@@ -107,12 +102,13 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
       const int n_tokens = run.n_tokens[p];
       int t = 0;
       for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
+        ahead.fetch(tile_bytes);
         score_tile<kBits, n()>(shape, run.parts[p] + as_size(t / kTileTokens) * tile_bytes,
                                all_queries + first, to + t, stride);
       }
       if (t < n_tokens) {
         float rows[kTileTokens * codec::kMaxHeadDim];
-        scalar::affine_keys(kLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
+        scalar::affine_keys(kAffineLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
         score_fp32_rows(shape, rows, n_tokens - t, fp32_queries, n(), to + t, stride);
       }
       to += n_tokens;
@@ -122,10 +118,11 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
 
 template <int kBits>
 KeyKernels keys_of() {
-  KeyKernels kernels = scalar::affine_keys(kLayout<kBits>);
+  KeyKernels kernels = scalar::affine_keys(kAffineLayout<kBits>);
   kernels.prepared_bytes = prepared_bytes;
   kernels.prepare = prepare<kBits>;
   kernels.scores = scores<kBits>;
+  kernels.decode = key_decoder(kAffineLayout<kBits>);
   return kernels;
 }
 

@@ -1,4 +1,5 @@
 #include "kernels/avx512/common.h"
+#include "kernels/avx512/decode.h"
 #include "kernels/scalar/scalar.h"
 
 namespace kvpool::kernels::avx512 {
@@ -30,7 +31,7 @@ void scale_query(const PartShape& shape, const std::byte* part, const float* que
     largest = _mm512_max_ps(largest, _mm512_abs_ps(products[v]));
     bias = _mm512_fmadd_ps(x, load_halves(biases + 32 * v, mask), bias);
   }
-  scaled.step = _mm512_cvtss_f32(max_in_all(largest)) / kLargest;
+  scaled.step = _mm512_reduce_max_ps(largest) / kLargest;
   scaled.bias = _mm512_reduce_add_ps(bias);
   const __m512 per_step = _mm512_set1_ps(1.0F / scaled.step);
   for (int v = 0; v < n; ++v) {
@@ -69,6 +70,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
             float* out, std::size_t stride) {
   const std::size_t tile_bytes = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
   const std::size_t query_stride = n_steps(shape) * kStep;
+  Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
     const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
     float* to = out + as_size(first) * stride;
@@ -83,6 +85,8 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
       }
       int t = 0;
       for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
+        // Values have scales and biases in each tile.
+        ahead.fetch(tile_bytes + group_bytes(shape, kTileTokens));
         score_tile<kBits, n()>(shape, tile, scaled, to + t, stride);
         tile += tile_bytes;
       }
@@ -103,6 +107,7 @@ KeyKernels keys_of(Layout layout) {
   kernels.prepared_bytes = fp32_query_bytes;
   kernels.prepare = prepare_fp32_queries;
   kernels.scores = scores<kBits>;
+  kernels.decode = key_decoder(layout);
   return kernels;
 }
 

@@ -33,6 +33,29 @@ inline void for_query_chunks(int n_queries, const Run& run) {
   }
 }
 
+/// Fetches what a run names as ahead, in step with the work on the run.
+class Ahead {
+ public:
+  explicit Ahead(const PartRun& run) : run_(run) {}
+
+  /// Asks for the next n_bytes.
+  void fetch(std::size_t n_bytes) {
+    for (std::size_t n = 0; n < n_bytes && part_ < run_.n_ahead; n += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
+      offset_ += 64;
+      if (offset_ >= run_.ahead_bytes) {
+        offset_ = 0;
+        ++part_;
+      }
+    }
+  }
+
+ private:
+  const PartRun& run_;
+  std::size_t part_ = 0;
+  std::size_t offset_ = 0;
+};
+
 /// fp32 rows are worked on, and queries kept, in steps of this many elements; the last is filled
 /// up with zeros.
 inline constexpr std::size_t kStep = 32;
@@ -53,20 +76,6 @@ KeyKernels affine_keys(Layout layout);
 ValueKernels affine_values(Layout layout);
 KeyKernels channel_keys(Layout layout);
 
-/// The largest element, in every lane.
-inline __m512 max_in_all(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4E));
-  x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xB1));
-  x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4E));
-  return _mm512_max_ps(x, _mm512_permute_ps(x, 0xB1));
-}
-
-/// 1 / x to 28 bits.
-inline __m512 reciprocal(__m512 x) {
-  const __m512 near = _mm512_rcp14_ps(x);
-  return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.0F)));
-}
-
 inline __m512 load_halves(const std::byte* halves) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
 }
@@ -86,8 +95,13 @@ inline __mmask16 first_lanes(int n) {
 // which bytes of codes come out of the 32-bit words: first by word, then by shift.
 
 inline constexpr std::size_t kDigitWords = 8;
-/// The largest number, with room for an inexact reciprocal.
+/// The largest signed number, with room for rounding.
 inline constexpr float kLargest = 32630.0F;
+
+template <int kBits>
+inline constexpr Layout kAffineLayout = kBits == 8   ? Layout::kAffine8
+                                        : kBits == 4 ? Layout::kAffine4
+                                                     : Layout::kAffine2;
 
 /// 32-bit words of 16 codes, and vectors of bytes in such a word.
 template <int kBits>
@@ -126,6 +140,14 @@ inline void store_digits(__m512 numbers_plus_128, std::int32_t* digits) {
   _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm512_extracti32x4_epi32(bytes, 1));
 }
 
+/// The same with both digits unsigned, of numbers from 0 to 65535.
+template <int kBits>
+inline void store_unsigned_digits(__m512 numbers, std::int32_t* digits) {
+  const __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(kDigitOrder<kBits>.from),
+                                                _mm512_cvtps_epi32(numbers));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(digits), _mm512_castsi512_si256(bytes));
+}
+
 /// The codes at `shift` of 16 words, a code a byte.
 template <int kBits>
 inline __m512i codes_at(__m512i words, int shift) {
@@ -143,6 +165,11 @@ struct DigitSums {
   void add(__m512i codes, const std::int32_t* digits, int word) {
     low = _mm512_dpbusd_epi32(low, codes, _mm512_set1_epi32(digits[word]));
     high = _mm512_dpbusd_epi32(high, codes, _mm512_set1_epi32(digits[word + 4]));
+  }
+  /// With unsigned digits and signed codes.
+  void add_unsigned(const std::int32_t* digits, int word, __m512i codes) {
+    low = _mm512_dpbusd_epi32(low, _mm512_set1_epi32(digits[word]), codes);
+    high = _mm512_dpbusd_epi32(high, _mm512_set1_epi32(digits[word + 4]), codes);
   }
   __m512 total() const {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));

@@ -118,6 +118,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
             float* out, std::size_t stride) {
   const std::size_t row_bytes = as_size(shape.head_dim) * Type::kSize;
   const std::size_t query_stride = n_steps(shape) * kStep;
+  Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
     const auto* const queries =
         reinterpret_cast<const float*>(prepared) + as_size(first) * query_stride;
@@ -127,6 +128,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
       const int n_tokens = run.n_tokens[p];
       int t = 0;
       for (; t + 4 <= n_tokens; t += 4, rows += 4 * row_bytes, to += 4) {
+        ahead.fetch(4 * row_bytes);
         score_rows<Type, n(), 4>(shape, rows, queries, to, stride);
       }
       for (; t < n_tokens; ++t, rows += row_bytes, ++to) {
@@ -168,7 +170,7 @@ void add_rows(const std::byte* rows, std::size_t row_bytes, int n_rows, const fl
 
 template <typename Type, int kQueries>
 void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* weights,
-                      std::size_t stride, float* out) {
+                      std::size_t stride, float* out, Ahead& ahead) {
   const std::size_t dim = as_size(shape.head_dim);
   const std::size_t row_bytes = dim * Type::kSize;
   const std::size_t sum_stride = n_steps(shape) * kStep;
@@ -176,6 +178,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
   for (std::size_t p = 0; p < run.n_parts; ++p) {
     const int n = run.n_tokens[p];
     std::size_t step = 0;
+    ahead.fetch(as_size(n) * row_bytes);
     for (; (step + 2) * kStep <= dim; step += 2) {
       add_rows<Type, kQueries, 2>(run.parts[p] + step * kStep * Type::kSize, row_bytes, n, weights,
                                   stride, sums + step * kStep, sum_stride);
@@ -202,9 +205,10 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
 template <typename Type>
 void accumulate(const PartShape& shape, const PartRun& run, const float* weights,
                 std::size_t stride, int n_queries, float* out) {
+  Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
     accumulate_chunk<Type, n()>(shape, run, weights + as_size(first) * stride, stride,
-                                out + as_size(first) * as_size(shape.head_dim));
+                                out + as_size(first) * as_size(shape.head_dim), ahead);
   });
 }
 

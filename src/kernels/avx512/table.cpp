@@ -23,31 +23,39 @@ float max(const float* values, std::size_t n) {
   return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/// exp(x) for x <= 0 within 2 units in the last place; 0 where it would be subnormal.
-__m512 exp(__m512 x) {
-  const __m512 log2_e = _mm512_set1_ps(1.44269504F);
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e), _MM_FROUND_TO_NEAREST_INT);
-  // x - n ln 2, ln 2 in two parts.
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375F), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4F), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4F);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1F));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0F)));
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0F), _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(normal, p, n);
+/// 2^x for x <= 0, to 2e-7 of it; 0 where it would be less than 2^-149.
+__m512 exp2(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-160.0F));
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, n);
+  // Minimax on [-1/2, 1/2].
+  __m512 p = _mm512_set1_ps(1.535336188319500e-4F);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.339887440266574e-3F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.618437357674640e-3F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550332471162809e-2F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402264791363012e-1F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931472028550421e-1F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0F));
+  return _mm512_scalef_ps(p, n);
 }
+
+constexpr float kLog2E = 1.44269504088896341F;
 
 float exp_sum(float* values, std::size_t n, float shift) {
   const __m512 by = _mm512_set1_ps(shift);
+  const __m512 log2_e = _mm512_set1_ps(kLog2E);
   __m512 sum = _mm512_setzero_ps();
-  for (std::size_t i = 0; i < n; i += 16) {
+  std::size_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512 x = _mm512_sub_ps(_mm512_loadu_ps(values + i), by);
+    const __m512 e = exp2(_mm512_mul_ps(x, log2_e));
+    _mm512_storeu_ps(values + i, e);
+    sum = _mm512_add_ps(sum, e);
+  }
+  if (i < n) {
     const __mmask16 mask = first_lanes(static_cast<int>(n - i));
-    const __m512 x = _mm512_maskz_loadu_ps(mask, values + i);
-    const __m512 e = _mm512_maskz_mov_ps(mask, exp(_mm512_sub_ps(x, by)));
+    const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, values + i), by);
+    const __m512 e = _mm512_maskz_mov_ps(mask, exp2(_mm512_mul_ps(x, log2_e)));
     _mm512_mask_storeu_ps(values + i, mask, e);
     sum = _mm512_add_ps(sum, e);
   }
@@ -63,7 +71,7 @@ void soft_cap(float* values, std::size_t n, float cap) {
     const __mmask16 mask = first_lanes(static_cast<int>(n - i));
     const __m512 value = _mm512_maskz_loadu_ps(mask, values + i);
     const __m512 x = _mm512_abs_ps(_mm512_div_ps(value, largest));
-    const __m512 e = exp(_mm512_mul_ps(x, _mm512_set1_ps(-2.0F)));
+    const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-2.0F * kLog2E)));
     const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
     const __m512 sign = _mm512_and_ps(value, sign_bit);
     _mm512_mask_storeu_ps(values + i, mask, _mm512_or_ps(_mm512_mul_ps(tanh, largest), sign));

@@ -27,6 +27,7 @@ class ByFormat : public ::testing::TestWithParam<std::tuple<std::string, Format>
 TEST_P(ByFormat, EachHeadDim) {
   for (const int dim : testing::kHeadDims) {
     Problem problem{.sizes = {6, 2, dim, dim}};
+    problem.scale = 1.0F / std::sqrt(static_cast<float>(dim));
     problem.add_sequence().append(83, 32, format(), format(), 1);
     SCOPED_TRACE(dim);
     expect_right(problem, level(), tolerance_of(format()));

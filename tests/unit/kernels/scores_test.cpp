@@ -124,7 +124,7 @@ TEST_P(Products, SumsAreOfTheDecodedValues) {
               expected += product;
               size += std::fabs(product);
             }
-            // Each token's weight may be rounded to 15 bits of the largest of its tile and group.
+            // Each token's weight may be rounded to 16 bits of the largest of its tile and group.
             const double rounding = 4e-5 * std::sqrt(parts.n_columns) * largest;
             ASSERT_NEAR(out[q * dim + d], expected, 1e-5 * size + rounding)
                 << "dim " << head_dim << " block " << block_size << " query " << q << " of "

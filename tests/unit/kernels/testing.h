@@ -49,7 +49,7 @@ inline std::string label(const codec::Format& format) {
   return format.hadamard ? text + "_hadamard" : text;
 }
 
-/// Normal deviates with a mean and a width a channel, as keys have.
+/// Normal deviates with a mean and a width a channel, as keys have; of mean square 1.
 inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -61,6 +61,10 @@ inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     rows[i] = mean[i % mean.size()] + width[i % mean.size()] * normal(random);
   }
+  double squares = 0.0;
+  for (const float x : rows) squares += x * x;
+  const auto size = static_cast<float>(std::sqrt(squares / static_cast<double>(rows.size())));
+  for (float& x : rows) x /= size;
   return rows;
 }
 

@@ -1,0 +1,114 @@
+#include "kernels/cuda/decode.h"
+
+#include "kernels/cuda/decode_kernel.cuh"
+
+namespace kvpool::cuda {
+namespace {
+
+KernelChoice choose_kernel(const Geometry& g, int sets) {
+  switch (g.sealed) {
+    case Sealed::kNone:
+      return choose_raw(g, sets);
+    case Sealed::kInt8:
+      return choose_int8(g, sets);
+    case Sealed::kInt4:
+      return choose_int4(g, sets);
+    case Sealed::kInt2:
+      return choose_int2(g, sets);
+    case Sealed::kKivi4:
+      return choose_kivi4(g, sets);
+    case Sealed::kKivi2:
+      return choose_kivi2(g, sets);
+    case Sealed::kVecInfer2:
+      return choose_vecinfer2(g, sets);
+  }
+  return {};
+}
+
+int unit_tiles(const Geometry& g) { return is_kivi(g.sealed) ? 2 : 1; }
+
+/// What a raw tile costs beside a sealed unit.
+int raw_weight(const Geometry& g) {
+  if (g.sealed == Sealed::kNone) return 1;
+  const int sealed = unit_tiles(g) * (key_tile_bytes(g.sealed, g.head_dim, g.group_size) +
+                                      value_tile_bytes(g.sealed, g.head_dim, g.group_size)) +
+                     key_header_bytes(g.sealed, g.head_dim);
+  const int raw = kTileTokens * g.head_dim * 4;
+  return raw > sealed ? (raw + sealed / 2) / sealed : 1;
+}
+
+bool supported(const Geometry& g) {
+  const bool blocks = g.block_size == 16 || g.block_size == 32 || g.block_size == 64;
+  return (g.head_dim == 64 || g.head_dim == 128) && blocks &&
+         !(is_kivi(g.sealed) && g.block_size == 16) && g.n_kv_heads > 0 &&
+         g.n_heads % g.n_kv_heads == 0 && (g.group_size == 32 || g.group_size == 64) &&
+         g.raw != Element::kFp32;
+}
+
+}  // namespace
+
+std::size_t raw_part_bytes(const Geometry& g) noexcept {
+  return static_cast<std::size_t>(g.block_size) * g.head_dim * 2;
+}
+std::size_t sealed_key_bytes(const Geometry& g) noexcept {
+  return key_header_bytes(g.sealed, g.head_dim) +
+         static_cast<std::size_t>(g.block_size / kTileTokens) *
+             key_tile_bytes(g.sealed, g.head_dim, g.group_size);
+}
+std::size_t sealed_value_bytes(const Geometry& g) noexcept {
+  return static_cast<std::size_t>(g.block_size / kTileTokens) *
+         value_tile_bytes(g.sealed, g.head_dim, g.group_size);
+}
+
+int cost(const Geometry& g, int n_raw_blocks, int n_sealed_blocks) noexcept {
+  const int tiles = g.block_size / kTileTokens;
+  return n_raw_blocks * tiles * raw_weight(g) + n_sealed_blocks * tiles / unit_tiles(g);
+}
+
+std::size_t workspace_bytes(const Geometry& g, int max_sequences, int n_processors) noexcept {
+  const int group = g.n_heads / g.n_kv_heads;
+  const std::size_t heads = static_cast<std::size_t>(g.n_kv_heads) * ((group + 7) / 8);
+  return static_cast<std::size_t>(n_processors) * 2 * kSlotFloats * sizeof(float) +
+         heads * max_sequences * sizeof(int);
+}
+
+cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_processors,
+                    DecodeLaunch* launch) {
+  if (!supported(g)) return cudaErrorNotSupported;
+  const int group = g.n_heads / g.n_kv_heads;
+  const int chunks = (group + 7) / 8, chunk_heads = (group + chunks - 1) / chunks;
+  const KernelChoice kernel = choose_kernel(g, chunk_heads > 4 ? 2 : 1);
+  if (kernel.function == nullptr) return cudaErrorNotSupported;
+  const cudaError_t e = cudaFuncSetAttribute(
+      kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  if (e != cudaSuccess) return e;
+
+  launch->function = kernel.function;
+  launch->grid = static_cast<unsigned>(n_processors);
+  launch->block = static_cast<unsigned>(kernel.threads);
+  launch->shared_bytes = static_cast<unsigned>(kernel.shared_bytes);
+  DecodeParams& p = launch->params;
+  p = params;
+  if (p.sealed_queries == nullptr) p.sealed_queries = p.queries;
+  p.n_kv_heads = g.n_kv_heads;
+  p.group = group;
+  p.chunks = chunks;
+  p.chunk_heads = chunk_heads;
+  p.tiles_log2 = g.block_size == 16 ? 0 : g.block_size == 32 ? 1 : 2;
+  p.raw_weight = raw_weight(g);
+  p.raw_stride = static_cast<unsigned>(raw_part_bytes(g));
+  if (g.sealed != Sealed::kNone) {
+    p.key_stride = static_cast<unsigned>(sealed_key_bytes(g));
+    p.value_stride = static_cast<unsigned>(sealed_value_bytes(g));
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch(const DecodeLaunch& l, cudaStream_t stream) {
+  DecodeParams params = l.params;
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(l.function, dim3(l.grid), dim3(l.block), arguments, l.shared_bytes,
+                          stream);
+}
+
+}  // namespace kvpool::cuda

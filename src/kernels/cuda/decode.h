@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpool::cuda {
+
+enum class Element : std::uint8_t { kFp32, kFp16, kBf16 };
+
+/// How sealed blocks are stored (layout.cuh). Raw blocks are fp16 or bf16 rows.
+enum class Sealed : std::uint8_t { kNone, kInt8, kInt4, kInt2, kKivi4, kKivi2, kVecInfer2 };
+
+/// Tokens to a tile: what a warp takes at a time. Block sizes are multiples of it.
+inline constexpr int kTileTokens = 16;
+
+/// One block of the table, where it lies. In device memory.
+///
+/// Raw: `keys` and `values` are (n_kv_heads, block_size, head_dim). Sealed: n_kv_heads parts, laid
+/// out as layout.cuh says. Both at multiples of 16 bytes.
+struct alignas(32) BlockEntry {
+  const void* keys = nullptr;
+  const void* values = nullptr;
+  /// Tokens first_token ... end_token - 1 of the block are seen; raw rows from end_token on are not
+  /// read.
+  std::int32_t first_token = 0;
+  std::int32_t end_token = 0;
+  std::int64_t reserved = 0;
+};
+
+/// One sequence: a run of raw and a run of sealed entries. Scores have no order, so that sinks,
+/// window and open block are one run however they lie in time.
+struct SequenceEntry {
+  std::int32_t first_raw = 0;
+  std::int32_t n_raw = 0;
+  std::int32_t first_sealed = 0;
+  std::int32_t n_sealed = 0;
+};
+
+struct Geometry {
+  int n_heads = 0;
+  int n_kv_heads = 0;
+  int head_dim = 128;   // 64 or 128.
+  int block_size = 16;  // 16, 32 or 64; 32 or 64 for kivi.
+  Sealed sealed = Sealed::kNone;
+  int group_size = 32;  // 32 or 64, of the affine codes.
+  Element raw = Element::kBf16;
+};
+
+/// Bytes of one KV head's part of a block.
+std::size_t raw_part_bytes(const Geometry& geometry) noexcept;
+std::size_t sealed_key_bytes(const Geometry& geometry) noexcept;
+std::size_t sealed_value_bytes(const Geometry& geometry) noexcept;
+
+/// The work of a sequence, in units that the grid is split by.
+int cost(const Geometry& geometry, int n_raw_blocks, int n_sealed_blocks) noexcept;
+
+/// Everything the kernel reads, by value in its launch; pointers are to device memory.
+struct DecodeParams {
+  const BlockEntry* blocks;
+  const SequenceEntry* sequences;
+  /// (n_sequences + 1): the sum of cost() over the sequences before.
+  const std::int32_t* cost_before;
+  /// (n_sequences, n_heads, head_dim).
+  const void* queries;
+  /// The same in the space of the sealed keys (transformed, smoothed), or `queries`.
+  const void* sealed_queries;
+  /// (n_sequences, n_heads), added to the scaled scores of sealed blocks; null for none.
+  const float* sealed_bias;
+  /// vecinfer2: keys (256, 4) int8, times key_scale; values (256, 4) fp16. One a layer, or one a KV
+  /// head: (n_kv_heads, 256, 4), key_scale (n_kv_heads).
+  const std::int8_t* key_codebook;
+  const float* key_scale;
+  const void* value_codebook;
+  int codebook_per_head;
+  /// (n_sequences, n_heads, head_dim).
+  void* out;
+  /// workspace_bytes(), zero at first use; each launch leaves it fit for the next.
+  void* workspace;
+
+  float scale;
+  Element query_type;
+  Element out_type;
+  int n_sequences;
+
+  // Filled by prepare().
+  int n_kv_heads, group, chunks, chunk_heads;
+  int tiles_log2, raw_weight;
+  unsigned raw_stride, key_stride, value_stride;
+  int counter_slots;
+};
+
+/// A kernel and how to launch it; `params` is its one argument.
+struct DecodeLaunch {
+  const void* function = nullptr;
+  unsigned grid = 0;
+  unsigned block = 0;
+  unsigned shared_bytes = 0;
+  DecodeParams params{};
+};
+
+/// Decode attention, one query a sequence: softmax(scale * q . k) . v over the sequences' blocks, in
+/// fp32, rounded once. A sequence without tokens gives zeros. One kernel, no host synchronisation, no
+/// allocation: fit for capture, where tables, lengths and queries may change between replays.
+///
+/// @param n_processors multiprocessors to use, as workspace_bytes() was asked with.
+/// @return cudaErrorNotSupported where there is no kernel for the geometry.
+cudaError_t prepare(const Geometry& geometry, const DecodeParams& params, int n_processors,
+                    DecodeLaunch* launch);
+cudaError_t launch(const DecodeLaunch& launch, cudaStream_t stream);
+
+/// For any number of sequences up to max_sequences.
+std::size_t workspace_bytes(const Geometry& geometry, int max_sequences, int n_processors) noexcept;
+
+}  // namespace kvpool::cuda

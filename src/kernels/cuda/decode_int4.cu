@@ -1,0 +1,7 @@
+#include "kernels/cuda/decode_kernel.cuh"
+
+namespace kvpool::cuda {
+KernelChoice choose_int4(const Geometry& geometry, int sets) {
+  return choose_format<Sealed::kInt4>(geometry, sets);
+}
+}  // namespace kvpool::cuda

@@ -1,0 +1,7 @@
+#include "kernels/cuda/decode_kernel.cuh"
+
+namespace kvpool::cuda {
+KernelChoice choose_int8(const Geometry& geometry, int sets) {
+  return choose_format<Sealed::kInt8>(geometry, sets);
+}
+}  // namespace kvpool::cuda

@@ -1,0 +1,1156 @@
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/decode.h"
+#include "kernels/cuda/layout.cuh"
+#include "kernels/cuda/primitives.cuh"
+
+/// The decode kernel, for one sealed format beside raw rows of T.
+///
+/// *Work.* The grid is persistent, one block a multiprocessor. The tokens of all sequences and heads
+/// lie on one line, head by head, and each block takes an equal stretch of it: ragged batches
+/// balance, and a codebook is loaded once. Where a stretch ends inside a sequence, a partial result
+/// goes to the workspace, and the last of the sequence's blocks to finish merges them.
+///
+/// *A warp* takes 16 tokens at a time (a tile) for four query heads, or eight in two sets. In all
+/// matrix products the 8 columns are (head, parity):
+///   scores   tokens x columns; even columns the query's upper part, odd ones what rounding left of
+///            it, so that thread (g, c) gets tokens g and g + 8 of head c, twice as exact.
+///   output   channels / 2 x columns; the k-dimension is (token, parity), and column (h, e) of the
+///            weights is zero where the parity is not e. So two neighbouring channels of a token
+///            are one operand register just as they lie, in rows as in codewords, and nothing has
+///            to be transposed. Thread (g, c) gets channels 64i + 8g ... + 7 of head c.
+/// Tiles come through asynchronous copies into a ring of the warp's own; no barrier of the block
+/// stands in the loop.
+///
+/// *Codebooks* (vecinfer2). Each codeword is one 256-byte row of shared memory, 32 copies of the 4
+/// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. The
+/// rows fill the 64 KB from address 65536: a code is the second byte of its codeword's address,
+/// which one byte permute makes.
+namespace kvpool::cuda {
+
+inline constexpr std::uint32_t kTable = 0x10000;
+inline constexpr std::uint32_t kAfterTable = 0x20000;
+inline constexpr float kLowest = -1e30F;
+inline constexpr float kLog2E = 1.44269504088896F;
+inline constexpr int kMaxHeads = 8;
+inline constexpr int kSlotFloats = kMaxHeads * (256 + 2);
+
+template <Sealed kFormat_, class T_, int kDim_, int kGroup_, int kSets_>
+struct Config {
+  static constexpr Sealed kFormat = kFormat_;
+  using T = T_;
+  static constexpr int kDim = kDim_, kGroup = kGroup_, kSets = kSets_;
+  static constexpr bool kRawOnly = kFormat == Sealed::kNone, kKivi = is_kivi(kFormat),
+                        kVq = kFormat == Sealed::kVecInfer2, kAffine = is_affine(kFormat);
+  static constexpr int kBits = kRawOnly ? 16 : bits_of(kFormat);
+  static constexpr int kHeads = 4 * kSets;
+  static constexpr int kSteps = kDim / 32;  // Of 32 channels.
+  static constexpr int kGroups = kDim / kGroup;
+  /// Codes of less than 8 bits are subnormal fp16 numbers: the code over this.
+  static constexpr float kCodeUnit = kBits == 4 ? 0x1p18F : kBits == 2 ? 0x1p16F : 1.F;
+  /// Affine values are summed times this, so that scale * kCodeUnit fits fp16 for groups as wide as
+  /// 190.
+  static constexpr float kValueUnit = kVq || kRawOnly || kBits == 8 ? 1.F : 0x1p-6F;
+  /// Tiles to a unit, which is what is copied at a time.
+  static constexpr int kUnit = kKivi ? 2 : 1;
+  static constexpr int kCodeBytes = kRawOnly ? 0 : code_bytes(kFormat, kDim);
+  static constexpr int kKeyTile =
+      kRawOnly ? kTileTokens * kDim * 2 : key_tile_bytes(kFormat, kDim, kGroup);
+  static constexpr int kValueTile =
+      kRawOnly ? kTileTokens * kDim * 2 : value_tile_bytes(kFormat, kDim, kGroup);
+  static constexpr int kHeader = kRawOnly ? 0 : key_header_bytes(kFormat, kDim);
+  static constexpr int kValuesAt = kHeader + kUnit * kKeyTile;
+  static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
+  static constexpr int kStage = kRangeAt + 16;
+  static constexpr int kWarps = kRawOnly ? 8 : kVq && kSets == 1 ? 24 : 16;
+  static constexpr int kRingBytes = kVq ? 99 * 1024 : 216 * 1024;
+  static constexpr int kStages =
+      kRingBytes / (kWarps * kStage) > 5 ? 5 : kRingBytes / (kWarps * kStage);
+  static_assert(kStages >= 2);
+  static constexpr int kThreads = kWarps * 32;
+  /// Floats from one head to the next in the block's merge.
+  static constexpr int kMergeStride = kDim + 20;
+  static constexpr int kMergeBytes =
+      kWarps * kHeads * kMergeStride * 4 + (kWarps * 3 + 2) * kHeads * 4;
+  static_assert(!kVq || kMergeBytes <= 58 * 1024);
+  static constexpr int kSharedBytes =
+      kVq ? int(kAfterTable) + kWarps * kStages * kStage
+          : (kWarps * kStages * kStage > kMergeBytes ? kWarps * kStages * kStage : kMergeBytes);
+};
+
+template <class C>
+struct Accumulator {
+  float m[C::kSets], l[C::kSets], o[C::kSets][C::kSteps][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      m[n] = kLowest;
+      l[n] = 0;
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[n][u][k] = 0;
+    }
+  }
+
+  /// Scores (in powers of two) of tokens g and g + 8 to weights in the layout of an operand.
+  template <class P>
+  __device__ __forceinline__ void weigh(const float (&s)[C::kSets][2],
+                                        std::uint32_t (&b)[C::kSets][4], std::uint32_t select0,
+                                        std::uint32_t select1) {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      float x = fmaxf(s[n][0], s[n][1]);
+      if (__any_sync(kAllLanes, x > m[n])) {
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
+        const float next = fmaxf(m[n], x), a = exp2_fast(m[n] - next);
+        m[n] = next;
+        l[n] *= a;
+#pragma unroll
+        for (int u = 0; u < C::kSteps; ++u)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) o[n][u][k] *= a;
+      }
+      const float p0 = exp2_fast(s[n][0] - m[n]), p1 = exp2_fast(s[n][1] - m[n]);
+      l[n] += p0 + p1;
+      const std::uint32_t t0 = transpose8(pack16<P>(p0, p0)), t1 = transpose8(pack16<P>(p1, p1));
+      b[n][0] = __byte_perm(t0, 0, select0);
+      b[n][1] = __byte_perm(t0, 0, select1);
+      b[n][2] = __byte_perm(t1, 0, select0);
+      b[n][3] = __byte_perm(t1, 0, select1);
+    }
+  }
+
+  /// Adds 8 channels of two tokens: a pair of channels a register. `half`: tokens 2c, 2c + 1 of the
+  /// tile's first eight, or of its last.
+  template <class P>
+  __device__ __forceinline__ void add(int i, int half, const std::uint32_t (&a0)[4],
+                                      const std::uint32_t (&a1)[4],
+                                      const std::uint32_t (&b)[C::kSets][4]) {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      mma16<P>(o[n][2 * i], a0[0], a0[1], a1[0], a1[1], b[n][2 * half], b[n][2 * half + 1]);
+      mma16<P>(o[n][2 * i + 1], a0[2], a0[3], a1[2], a1[3], b[n][2 * half], b[n][2 * half + 1]);
+    }
+  }
+};
+
+/// kRows pieces of kN elements, `step` elements apart.
+template <int kRows, int kN>
+__device__ __forceinline__ void load_elements(const void* base, Element type, std::size_t at,
+                                              int step, float (&x)[kRows][kN]) {
+  if (type == Element::kFp32) {
+    const float* p = static_cast<const float*>(base) + at;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int k = 0; k < kN; k += 4) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(p + r * step + k));
+        x[r][k] = v.x, x[r][k + 1] = v.y, x[r][k + 2] = v.z, x[r][k + 3] = v.w;
+      }
+    return;
+  }
+  const __half* p = static_cast<const __half*>(base) + at;
+  uint2 w[kRows][kN / 4];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int k = 0; k < kN / 4; ++k) {
+      w[r][k] = __ldg(reinterpret_cast<const uint2*>(p + r * step + 4 * k));
+    }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int k = 0; k < kN; k += 4) {
+      const uint2 v = w[r][k / 4];
+      if (type == Element::kFp16) {
+        const float2 a = __half22float2(as_half2(v.x)), b = __half22float2(as_half2(v.y));
+        x[r][k] = a.x, x[r][k + 1] = a.y, x[r][k + 2] = b.x, x[r][k + 3] = b.y;
+      } else {
+        x[r][k] = __uint_as_float(v.x << 16), x[r][k + 1] = __uint_as_float(v.x & 0xffff0000U);
+        x[r][k + 2] = __uint_as_float(v.y << 16);
+        x[r][k + 3] = __uint_as_float(v.y & 0xffff0000U);
+      }
+    }
+}
+
+/// The queries of a sequence and head, as operands of 16-bit products: register [i][k] holds
+/// channels 8 (c + 4i) + 2k and the next.
+template <class C, class P>
+struct Query16 {
+  std::uint32_t b[C::kSets][C::kSteps][4];
+  static constexpr int kBytes = C::kSets * C::kSteps * 512;
+
+  __device__ __forceinline__ void read(const std::uint32_t* from, int lane) {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const uint4 v = reinterpret_cast<const uint4*>(from)[(n * C::kSteps + i) * 32 + lane];
+        b[n][i][0] = v.x, b[n][i][1] = v.y, b[n][i][2] = v.z, b[n][i][3] = v.w;
+      }
+  }
+  __device__ __forceinline__ void write(std::uint32_t* to, int lane) const {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        reinterpret_cast<uint4*>(to)[(n * C::kSteps + i) * 32 + lane] =
+            make_uint4(b[n][i][0], b[n][i][1], b[n][i][2], b[n][i][3]);
+      }
+  }
+  __device__ __forceinline__ void load(const void* queries, Element type, std::size_t row,
+                                       int n_heads, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      const int head = 4 * n + (g >> 1);
+      float xs[C::kSteps][8];
+      load_elements<C::kSteps, 8>(queries, type, (row + min(head, n_heads - 1)) * C::kDim + 8 * c,
+                                  32, xs);
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        float(&x)[8] = xs[i];
+        if (head >= n_heads) {
+#pragma unroll
+          for (int k = 0; k < 8; ++k) x[k] = 0;
+        }
+        if (g & 1) {
+#pragma unroll
+          for (int k = 0; k < 8; ++k) x[k] -= round16<P>(x[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) b[n][i][k] = pack16<P>(x[2 * k], x[2 * k + 1]);
+      }
+    }
+  }
+};
+
+/// The same as bytes: 256 * (even column) + (odd column) is the query over `unit`.
+template <class C>
+struct Query8 {
+  std::uint32_t b[C::kSets][C::kSteps][2];
+  /// Of head c, not of the column's.
+  float unit[C::kSets];
+  float sum[C::kSets][C::kGroups];
+  static constexpr int kBytes = C::kSets * (C::kSteps * 2 + 1 + C::kGroups) * 128;
+
+  __device__ __forceinline__ void read(const std::uint32_t* from, int lane) {
+    const std::uint32_t* p = from + lane;
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+#pragma unroll
+      for (int s = 0; s < C::kSteps; ++s)
+#pragma unroll
+        for (int h = 0; h < 2; ++h, p += 32) b[n][s][h] = *p;
+      unit[n] = __uint_as_float(*p);
+      p += 32;
+#pragma unroll
+      for (int k = 0; k < C::kGroups; ++k, p += 32) sum[n][k] = __uint_as_float(*p);
+    }
+  }
+  __device__ __forceinline__ void write(std::uint32_t* to, int lane) const {
+    std::uint32_t* p = to + lane;
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+#pragma unroll
+      for (int s = 0; s < C::kSteps; ++s)
+#pragma unroll
+        for (int h = 0; h < 2; ++h, p += 32) *p = b[n][s][h];
+      *p = __float_as_uint(unit[n]);
+      p += 32;
+#pragma unroll
+      for (int k = 0; k < C::kGroups; ++k, p += 32) *p = __float_as_uint(sum[n][k]);
+    }
+  }
+  __device__ __forceinline__ void load(const void* queries, Element type, std::size_t row,
+                                       int n_heads, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      const int head = 4 * n + (g >> 1);
+      float x[2 * C::kSteps][4];
+      float top = 0;
+      load_elements<2 * C::kSteps, 4>(
+          queries, type, (row + min(head, n_heads - 1)) * C::kDim + 4 * c, 16, x);
+#pragma unroll
+      for (int s = 0; s < 2 * C::kSteps; ++s)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (head >= n_heads) x[s][k] = 0;
+          top = fmaxf(top, fabsf(x[s][k]));
+        }
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+      const float inverse = top > 0 ? 32512.F / top : 0.F;
+      unit[n] = __shfl_sync(kAllLanes, top * (1.F / 32512.F), 8 * c);
+      int total[C::kGroups];
+#pragma unroll
+      for (int k = 0; k < C::kGroups; ++k) total[k] = 0;
+#pragma unroll
+      for (int s = 0; s < C::kSteps; ++s)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          std::uint32_t word = 0;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int v = __float2int_rn(x[2 * s + h][k] * inverse);
+            const int low = static_cast<int>(static_cast<std::int8_t>(v & 255));
+            const int part = (g & 1) ? low : (v - low) >> 8;
+            word |= (part & 255) << (8 * k);
+            total[32 * s / C::kGroup] += v;
+          }
+          b[n][s][h] = word;
+        }
+#pragma unroll
+      for (int k = 0; k < C::kGroups; ++k) {
+        int t = total[k];
+        t += __shfl_xor_sync(kAllLanes, t, 1);
+        t += __shfl_xor_sync(kAllLanes, t, 2);
+        sum[n][k] = static_cast<float>(__shfl_sync(kAllLanes, t, 8 * c));
+      }
+    }
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void mask(float (&s)[C::kSets][2], int first, int end, int g) {
+  if (first > 0 || end < kTileTokens) {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      if (g < first || g >= end) s[n][0] = -INFINITY;
+      if (g + 8 < first || g + 8 >= end) s[n][1] = -INFINITY;
+    }
+  }
+}
+
+// ---- Raw tiles -------------------------------------------------------------------------------
+
+/// A lane's pieces of a raw tile, 16 bytes each: keys k = 2i + (0: token g, 1: token g + 8), channels
+/// 8 (c + 4i) ...; values k = 4i + (tokens 2c, 2c + 1, 2c + 8, 2c + 9), channels 8 (g + 8i) ...
+template <class C>
+struct RawTile {
+  static constexpr int kKeyPieces = 2 * C::kSteps, kValuePieces = 2 * C::kSteps;
+
+  static __device__ __forceinline__ int key_token(int k, int lane) {
+    return (lane >> 2) + 8 * (k & 1);
+  }
+  static __device__ __forceinline__ int key_column(int k, int lane) {
+    return (lane & 3) + 4 * (k >> 1);
+  }
+  static __device__ __forceinline__ int value_token(int k, int lane) {
+    return 2 * (lane & 3) + (k & 1) + 4 * (k & 2);
+  }
+  static __device__ __forceinline__ int value_column(int k, int lane) {
+    return (lane >> 2) + 8 * (k >> 2);
+  }
+  /// Where a piece of a row is in the ring: no eight lanes that read at once meet in a bank.
+  static __device__ __forceinline__ int key_at(int token, int column) {
+    return token * C::kDim * 2 + (C::kDim == 128 ? column ^ 4 * (token & 1) : column) * 16;
+  }
+  static __device__ __forceinline__ int value_at(int token, int column) {
+    return token * C::kDim * 2 + (column ^ 2 * (token >> 1 & 3)) * 16;
+  }
+
+  template <class KeyPiece, class ValuePiece>
+  static __device__ __forceinline__ void attend(Accumulator<C>& acc,
+                                                const Query16<C, typename C::T>& q, float scale,
+                                                int first, int end, int lane, std::uint32_t select0,
+                                                std::uint32_t select1, KeyPiece&& key,
+                                                ValuePiece&& value) {
+    using T = typename C::T;
+    float a[C::kSets][4] = {}, b[C::kSets][4] = {};
+#pragma unroll
+    for (int i = 0; i < C::kSteps; ++i) {
+      const uint4 x = key(2 * i), y = key(2 * i + 1);
+#pragma unroll
+      for (int n = 0; n < C::kSets; ++n) {
+        mma16<T>(a[n], x.x, y.x, x.y, y.y, q.b[n][i][0], q.b[n][i][1]);
+        mma16<T>(b[n], x.z, y.z, x.w, y.w, q.b[n][i][2], q.b[n][i][3]);
+      }
+    }
+    float s[C::kSets][2];
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      s[n][0] = scale * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1]));
+      s[n][1] = scale * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3]));
+    }
+    mask<C>(s, first, end, lane >> 2);
+    std::uint32_t w[C::kSets][4];
+    acc.template weigh<T>(s, w, select0, select1);
+#pragma unroll
+    for (int i = 0; i < C::kSteps / 2; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 x = value(4 * i + 2 * h), y = value(4 * i + 2 * h + 1);
+        acc.template add<T>(i, h, {x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}, w);
+      }
+  }
+};
+
+// ---- Sealed tiles ----------------------------------------------------------------------------
+
+/// A lane's code words of a tile.
+template <class C>
+struct CodeWords {
+  static constexpr int kLaneBytes = C::kDim * C::kBits / 16, kWords = kLaneBytes / 4;
+  std::uint32_t w[kWords];
+
+  __device__ __forceinline__ void load(std::uint32_t at, int lane) {
+    if constexpr (kLaneBytes >= 16) {
+#pragma unroll
+      for (int k = 0; k < kWords / 4; ++k) {
+        const uint4 v = lds128(at + (k * 32 + lane) * 16);
+        w[4 * k] = v.x, w[4 * k + 1] = v.y, w[4 * k + 2] = v.z, w[4 * k + 3] = v.w;
+      }
+    } else {
+      const uint2 v = lds64(at + lane * 8);
+      w[0] = v.x, w[1] = v.y;
+    }
+  }
+};
+
+template <class C>
+struct SealedKeys {
+  /// Kivi: the query times the block's scales, and its product with the block's biases.
+  struct Block {
+    std::uint32_t b[C::kKivi ? C::kSets : 1][C::kKivi ? C::kSteps : 1][4];
+    float start[C::kKivi ? C::kSets : 1];
+  };
+
+  template <class Q>
+  static __device__ __forceinline__ void begin(Block& block, const Q& q, std::uint32_t header,
+                                               int lane) {
+    if constexpr (C::kKivi) {
+      const int c = lane & 3;
+      float x[C::kSets][4] = {}, y[C::kSets][4] = {};
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const uint4 s = lds128(header + 16 * (c + 4 * i));
+        const uint4 z = lds128(header + 2 * C::kDim + 16 * (c + 4 * i));
+        const std::uint32_t sw[4] = {s.x, s.y, s.z, s.w}, zw[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            block.b[n][i][k] = as_word(__hmul2(as_half2(sw[k]), as_half2(q.b[n][i][k])));
+          }
+#pragma unroll
+          for (int k = 0; k < 4; k += 2) {
+            mma16<__half>(k == 0 ? x[n] : y[n], zw[k], zw[k], zw[k + 1], zw[k + 1], q.b[n][i][k],
+                          q.b[n][i][k + 1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < C::kSets; ++n) block.start[n] = (x[n][0] + y[n][0]) + (x[n][1] + y[n][1]);
+    }
+  }
+
+  /// Scores of tokens g and g + 8, times `factor`.
+  template <class Q>
+  static __device__ __forceinline__ void scores(float (&s)[C::kSets][2], const Q& q,
+                                                const Block& block, const float (&factor)[C::kSets],
+                                                const CodeWords<C>& codes, std::uint32_t at,
+                                                int lane, std::uint32_t key_row) {
+    const int g = lane >> 2;
+    if constexpr (C::kVq) {
+      int a[C::kSets][4] = {};
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const std::uint32_t w = codes.w[i];
+        const std::uint32_t x = table32(__byte_perm(w, key_row, 0x7604)),
+                            y = table32(__byte_perm(w, key_row, 0x7614)),
+                            z = table32(__byte_perm(w, key_row, 0x7624)),
+                            v = table32(__byte_perm(w, key_row, 0x7634));
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) mma32<true>(a[n], x, y, z, v, q.b[n][i][0], q.b[n][i][1]);
+      }
+#pragma unroll
+      for (int n = 0; n < C::kSets; ++n) {
+        s[n][0] = factor[n] * static_cast<float>(256 * a[n][0] + a[n][1]);
+        s[n][1] = factor[n] * static_cast<float>(256 * a[n][2] + a[n][3]);
+      }
+    } else if constexpr (C::kAffine) {
+      float f[C::kSets][2] = {};
+      int a[C::kSets][4];
+      constexpr int kStepsToGroup = C::kGroup / 32;
+      std::uint32_t pairs[2][C::kGroups];
+#pragma unroll
+      for (int th = 0; th < 2; ++th) {
+        const std::uint32_t from = at + C::kCodeBytes + (g + 8 * th) * C::kGroups * 4;
+        if constexpr (C::kGroups == 4) {
+          const uint4 v = lds128(from);
+          pairs[th][0] = v.x, pairs[th][1] = v.y, pairs[th][2] = v.z, pairs[th][3] = v.w;
+        } else if constexpr (C::kGroups == 2) {
+          const uint2 v = lds64(from);
+          pairs[th][0] = v.x, pairs[th][1] = v.y;
+        } else {
+          pairs[th][0] = lds32(from);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        std::uint32_t x, y, z, v;
+        if constexpr (C::kBits == 8) {
+          x = codes.w[4 * i], y = codes.w[4 * i + 1], z = codes.w[4 * i + 2],
+          v = codes.w[4 * i + 3];
+        } else if constexpr (C::kBits == 4) {
+          const std::uint32_t lo = codes.w[2 * i], hi = codes.w[2 * i + 1];
+          x = lo & 0x0f0f0f0fU, z = (lo >> 4) & 0x0f0f0f0fU;
+          y = hi & 0x0f0f0f0fU, v = (hi >> 4) & 0x0f0f0f0fU;
+        } else {
+          const std::uint32_t lo = codes.w[i / 2 * 2] >> (4 * (i % 2)),
+                              hi = codes.w[i / 2 * 2 + 1] >> (4 * (i % 2));
+          x = lo & 0x03030303U, z = (lo >> 2) & 0x03030303U;
+          y = hi & 0x03030303U, v = (hi >> 2) & 0x03030303U;
+        }
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) {
+          if (i % kStepsToGroup == 0) a[n][0] = a[n][1] = a[n][2] = a[n][3] = 0;
+          mma32<false>(a[n], x, y, z, v, q.b[n][i][0], q.b[n][i][1]);
+          if (i % kStepsToGroup == kStepsToGroup - 1) {
+            const int k = i / kStepsToGroup;
+#pragma unroll
+            for (int th = 0; th < 2; ++th) {
+              const float2 p = __half22float2(as_half2(pairs[th][k]));
+              f[n][th] += p.x * static_cast<float>(256 * a[n][2 * th] + a[n][2 * th + 1]) +
+                          p.y * q.sum[n][k];
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < C::kSets; ++n) {
+        s[n][0] = factor[n] * f[n][0];
+        s[n][1] = factor[n] * f[n][1];
+      }
+    } else {
+      constexpr int kPairs = 16 / C::kBits;  // To a word.
+      float a[C::kSets][4] = {}, b[C::kSets][4] = {};
+#pragma unroll
+      for (int step = 0; step < 2 * C::kSteps; ++step) {
+        const int word = step / (kPairs / 2) * 2, p = step % (kPairs / 2) * 2;
+        const std::uint32_t x0 = spread(codes.w[word], p), x1 = spread(codes.w[word], p + 1);
+        const std::uint32_t y0 = spread(codes.w[word + 1], p),
+                            y1 = spread(codes.w[word + 1], p + 1);
+        const int i = step / 2, k = step % 2 * 2;
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) {
+          mma16<__half>(step % 2 ? b[n] : a[n], x0, y0, x1, y1, block.b[n][i][k],
+                        block.b[n][i][k + 1]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < C::kSets; ++n) {
+        s[n][0] = factor[n] * (C::kCodeUnit * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1])) +
+                               block.start[n]);
+        s[n][1] = factor[n] * (C::kCodeUnit * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3])) +
+                               block.start[n]);
+      }
+    }
+  }
+
+  /// Pair p of a word as fp16, over kCodeUnit: the code's bits are the highest of a subnormal's.
+  static __device__ __forceinline__ std::uint32_t spread(std::uint32_t w, int p) {
+    constexpr int kTop = 10 - C::kBits;
+    const int left = kTop - C::kBits * p;
+    const std::uint32_t x = left >= 0 ? w << left : w >> -left;
+    return x & (C::kBits == 4 ? 0x03c003c0U : 0x03000300U);
+  }
+};
+
+template <class C>
+struct SealedValues {
+  static __device__ __forceinline__ void add(Accumulator<C>& acc,
+                                             const std::uint32_t (&w)[C::kSets][4],
+                                             const CodeWords<C>& codes, std::uint32_t at, int lane,
+                                             std::uint32_t value_row) {
+    if constexpr (C::kVq) {
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u) {
+        const uint2 x = table64(__byte_perm(codes.w[u], value_row, 0x7604)),
+                    y = table64(__byte_perm(codes.w[u], value_row, 0x7614)),
+                    z = table64(__byte_perm(codes.w[u], value_row, 0x7624)),
+                    v = table64(__byte_perm(codes.w[u], value_row, 0x7634));
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) {
+          mma16<__half>(acc.o[n][u], x.x, x.y, y.x, y.y, w[n][0], w[n][1]);
+          mma16<__half>(acc.o[n][u], z.x, z.y, v.x, v.y, w[n][2], w[n][3]);
+        }
+      }
+    } else {
+      constexpr int kI = C::kDim / 64;
+      const int g = lane >> 2, c = lane & 3;
+      const std::uint32_t from =
+          at + C::kCodeBytes + (C::kGroup == 32 ? (g >> 2) * kI * 4 : 0);
+      std::uint32_t pairs[4][kI];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const std::uint32_t a = from + (2 * c + (t & 1) + 4 * (t & 2)) * C::kGroups * 4;
+        if constexpr (kI == 2) {
+          const uint2 v = lds64(a);
+          pairs[t][0] = v.x, pairs[t][1] = v.y;
+        } else {
+          pairs[t][0] = lds32(a);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          std::uint32_t x[2][4];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int t = 2 * h + e;
+            const __half2 pair = __hmul2(
+                as_half2(pairs[t][i]),
+                __floats2half2_rn(C::kCodeUnit * C::kValueUnit, C::kValueUnit));
+            const __half2 scale = __low2half2(pair), bias = __high2half2(pair);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              std::uint32_t y;
+              if constexpr (C::kBits == 8) {
+                y = __byte_perm(codes.w[(i * 4 + t) * 2 + k / 2], 0x64646464U,
+                                k % 2 ? 0x4342 : 0x4140);
+                y = as_word(__hsub2(as_half2(y), __float2half2_rn(1024.F)));
+              } else if constexpr (C::kBits == 4) {
+                y = SealedKeys<C>::spread(codes.w[i * 4 + t], k);
+              } else if constexpr (C::kDim == 64) {
+                y = SealedKeys<C>::spread(codes.w[t / 2], t % 2 * 4 + k);
+              } else {
+                y = SealedKeys<C>::spread(codes.w[t], i * 4 + k);
+              }
+              x[e][k] = as_word(__hfma2(as_half2(y), scale, bias));
+            }
+          }
+          acc.template add<__half>(i, h, x[0], x[1], w);
+        }
+    }
+  }
+};
+
+// ---- The ring --------------------------------------------------------------------------------
+
+template <int kBytes>
+__device__ __forceinline__ void copy_all(std::uint32_t to, const char* from, int lane) {
+#pragma unroll
+  for (int k = 0; k < (kBytes + 511) / 512; ++k) {
+    const int at = k * 512 + lane * 16;
+    if (kBytes % 512 == 0 || at < kBytes) copy16(to + at, from + at);
+  }
+}
+
+/// A warp's units of one stretch, every kWarps-th, on their way through its ring.
+template <class C>
+struct Ring {
+  struct Entry {
+    ulonglong2 data;
+    int2 range;
+  };
+  std::uint32_t base;
+  int lane, next, end, units_log2;  // Units to a block.
+  const BlockEntry* blocks;
+  unsigned key_head, value_head;
+  std::uint32_t fill, drain;
+  /// Of unit `next`: loaded a turn before it is used.
+  Entry ahead;
+
+  __device__ __forceinline__ Entry entry(int unit) const {
+    Entry x{};
+    if (unit < end) {
+      const BlockEntry* e = blocks + (unit >> units_log2);
+      x.data = __ldg(reinterpret_cast<const ulonglong2*>(e));
+      x.range = __ldg(reinterpret_cast<const int2*>(&e->first_token));
+    }
+    return x;
+  }
+
+  __device__ __forceinline__ void begin(int first, int end_, const BlockEntry* blocks_,
+                                        unsigned key_head_, unsigned value_head_) {
+    end = end_;
+    blocks = blocks_;
+    key_head = key_head_;
+    value_head = value_head_;
+    fill = drain = base;
+    Entry e[C::kStages];
+#pragma unroll
+    for (int k = 0; k < C::kStages; ++k) e[k] = entry(first + k * C::kWarps);
+    next = first;
+#pragma unroll
+    for (int k = 0; k < C::kStages - 1; ++k) {
+      ahead = e[k];
+      issue();
+    }
+    ahead = e[C::kStages - 1];
+  }
+
+  __device__ __forceinline__ void issue() {
+    if (next < end) {
+      const std::uint32_t to = fill;
+      const int tile = (next & ((1 << units_log2) - 1)) * C::kUnit;
+      const int first = ahead.range.x - tile * kTileTokens, stop = ahead.range.y - tile * kTileTokens;
+      const char* keys = reinterpret_cast<const char*>(ahead.data.x) + key_head;
+      const char* values = reinterpret_cast<const char*>(ahead.data.y) +
+                           (value_head + tile * C::kValueTile);
+      if constexpr (C::kRawOnly) {
+        keys += tile * C::kKeyTile;
+        constexpr int kColumns = C::kDim / 8;
+#pragma unroll
+        for (int i = 0; i < RawTile<C>::kKeyPieces; ++i) {
+          const int piece = i * 32 + lane;
+          copy16(to + RawTile<C>::key_at(piece / kColumns, piece % kColumns), keys + piece * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < RawTile<C>::kValuePieces; ++i) {
+          const int piece = i * 32 + lane;
+          copy16(to + C::kValuesAt + RawTile<C>::value_at(piece / kColumns, piece % kColumns),
+                 values + piece * 16, piece / kColumns < stop ? 16 : 0);
+        }
+      } else {
+        if constexpr (C::kKivi) copy_all<C::kHeader>(to, keys, lane);
+        copy_all<C::kUnit * C::kKeyTile>(to + C::kHeader, keys + C::kHeader + tile * C::kKeyTile,
+                                         lane);
+        copy_all<C::kUnit * C::kValueTile>(to + C::kValuesAt, values, lane);
+      }
+      if (lane == 0) sts64(to + C::kRangeAt, first, stop);
+      next += C::kWarps;
+    }
+    copy_commit();
+    fill = fill == base + (C::kStages - 1) * C::kStage ? base : fill + C::kStage;
+  }
+
+  /// The oldest unit, once it has come; starts on the next. Whole warps call it.
+  __device__ __forceinline__ std::uint32_t take() {
+    copy_wait<C::kStages - 2>();
+    __syncwarp();
+    const std::uint32_t at = drain;
+    drain = drain == base + (C::kStages - 1) * C::kStage ? base : drain + C::kStage;
+    issue();
+    ahead = entry(next);
+    return at;
+  }
+};
+
+// ---- The kernel ------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store(void* out, Element type, std::size_t at, float x) {
+  if (type == Element::kFp32) {
+    static_cast<float*>(out)[at] = x;
+  } else if (type == Element::kFp16) {
+    static_cast<__half*>(out)[at] = __float2half_rn(x);
+  } else {
+    static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
+  }
+}
+
+/// Raw tiles beside sealed ones: few, read straight from memory. Not inlined, so that the loop over
+/// sealed tiles has the registers to itself.
+template <class C>
+__device__ __noinline__ void attend_raw(Accumulator<C>* result, const BlockEntry* blocks, int from,
+                                        int to, int tiles_log2, std::size_t head_at, float scale,
+                                        const std::uint32_t* fragments) {
+  using T = typename C::T;
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  const std::uint32_t select0 = g & 1 ? 0x1044 : 0x4410, select1 = g & 1 ? 0x3244 : 0x4432;
+  Accumulator<C> acc;
+  acc.clear();
+  Query16<C, T> q;
+  q.read(fragments, lane);
+  for (int k = from; k < to; k += C::kWarps) {
+    const BlockEntry* e = blocks + (k >> tiles_log2);
+    const int tile = k & ((1 << tiles_log2) - 1);
+    const std::size_t skip = head_at + static_cast<std::size_t>(tile) * kTileTokens * C::kDim * 2;
+    const char* keys = static_cast<const char*>(e->keys) + skip;
+    const char* values = static_cast<const char*>(e->values) + skip;
+    const int first = e->first_token - tile * kTileTokens,
+              end = e->end_token - tile * kTileTokens;
+    const auto at = [](int token, int column) { return token * C::kDim * 2 + column * 16; };
+    RawTile<C>::attend(
+        acc, q, scale, first, end, lane, select0, select1,
+        [&](int i) {
+          return __ldg(reinterpret_cast<const uint4*>(
+              keys + at(RawTile<C>::key_token(i, lane), RawTile<C>::key_column(i, lane))));
+        },
+        [&](int i) {
+          const int token = RawTile<C>::value_token(i, lane);
+          return token < end ? __ldg(reinterpret_cast<const uint4*>(
+                                   values + at(token, RawTile<C>::value_column(i, lane))))
+                             : make_uint4(0, 0, 0, 0);
+        });
+  }
+  *result = acc;
+}
+
+template <class C>
+__device__ __forceinline__ void fill_table(const DecodeParams& p, int kv_head) {
+  const std::size_t row = p.codebook_per_head ? std::size_t(kv_head) * 256 : 0;
+  const auto* keys = reinterpret_cast<const std::uint32_t*>(p.key_codebook) + row;
+  const auto* values = static_cast<const uint2*>(p.value_codebook) + row;
+#pragma unroll 4
+  for (int k = threadIdx.x; k < 256 * 16; k += C::kThreads) {
+    const int code = k / 16, piece = k % 16;
+    uint4 v;
+    if (piece < 8) {
+      const std::uint32_t w = __ldg(keys + code);
+      v = make_uint4(w, w, w, w);
+    } else {
+      const uint2 w = __ldg(values + code);
+      v = make_uint4(w.x, w.y, w.x, w.y);
+    }
+    sts128(kTable + k * 16, v);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) char shared[];
+  using T = typename C::T;
+  using SealedQuery = std::conditional_t<C::kKivi, Query16<C, __half>, Query8<C>>;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  const std::uint32_t select0 = g & 1 ? 0x1044 : 0x4410, select1 = g & 1 ? 0x3244 : 0x4432;
+  float* merge_o = reinterpret_cast<float*>(shared);
+  float* merge_m = merge_o + C::kWarps * C::kHeads * C::kMergeStride;
+  float* merge_l = merge_m + C::kWarps * C::kHeads;
+  float* merge_f = merge_l + C::kWarps * C::kHeads;
+  float* merge_total = merge_f + C::kWarps * C::kHeads;  // m, l of the block.
+  __shared__ int is_last;
+  __shared__ __align__(16) std::uint32_t raw_query[Query16<C, T>::kBytes / 4];
+  __shared__ __align__(16) std::uint32_t sealed_query[SealedQuery::kBytes / 4];
+
+  for (int s = blockIdx.x; s < p.n_sequences; s += gridDim.x) {
+    if (p.cost_before[s + 1] != p.cost_before[s]) continue;
+    const int row = p.n_kv_heads * p.group * C::kDim;
+    for (int k = threadIdx.x; k < row; k += C::kThreads) {
+      store(p.out, p.out_type, std::size_t(s) * row + k, 0.F);
+    }
+  }
+
+  // The line, in equal stretches: the first `longer` blocks have one unit more.
+  const int head_cost = p.cost_before[p.n_sequences];
+  const int all = head_cost * p.n_kv_heads * p.chunks;
+  const int n_blocks = min(static_cast<int>(gridDim.x), (all + C::kWarps - 1) / C::kWarps);
+  if (static_cast<int>(blockIdx.x) >= n_blocks) return;
+  const int share = all / n_blocks, longer = all % n_blocks;
+  const auto start_of = [&](int b) { return b * share + min(b, longer); };
+  const int low = start_of(blockIdx.x), high = start_of(blockIdx.x + 1);
+  float* slots = static_cast<float*>(p.workspace);
+  int* counters =
+      reinterpret_cast<int*>(slots + static_cast<std::size_t>(gridDim.x) * 2 * kSlotFloats);
+  int table_head = -1;
+
+  Ring<C> ring;
+  ring.base = (C::kVq ? kAfterTable : shared_address(shared)) + warp * C::kStages * C::kStage;
+  ring.lane = lane;
+  ring.units_log2 = C::kUnit == 2 ? p.tiles_log2 - 1 : p.tiles_log2;
+
+  for (int at = low; at < high;) {
+    const int head = at / head_cost, offset = at - head * head_cost;
+    const int kv_head = head / p.chunks, chunk = head % p.chunks;
+    const int n_heads = min(p.chunk_heads, p.group - chunk * p.chunk_heads);
+    int seq = 0, seq_at = 0, seq_end = 0;
+    SequenceEntry entry;
+    for (int base = 0;; base += 32) {
+      const int k = min(base + lane, p.n_sequences - 1);
+      const int before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
+      const int4 mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
+      const unsigned vote = __ballot_sync(kAllLanes, after > offset);
+      if (vote != 0) {
+        const int from = __ffs(static_cast<int>(vote)) - 1;
+        seq = base + from;
+        seq_at = __shfl_sync(kAllLanes, before, from);
+        seq_end = __shfl_sync(kAllLanes, after, from);
+        entry.first_raw = __shfl_sync(kAllLanes, mine.x, from);
+        entry.n_raw = __shfl_sync(kAllLanes, mine.y, from);
+        entry.first_sealed = __shfl_sync(kAllLanes, mine.z, from);
+        entry.n_sealed = __shfl_sync(kAllLanes, mine.w, from);
+        break;
+      }
+    }
+    const int seq_low = head * head_cost + seq_at, seq_high = head * head_cost + seq_end;
+    const int stop = min(seq_high, high);
+    const int from = at - seq_low, to = stop - seq_low;
+    const std::size_t row =
+        (static_cast<std::size_t>(seq) * p.n_kv_heads + kv_head) * p.group + chunk * p.chunk_heads;
+
+    const int n_raw = entry.n_raw << p.tiles_log2;
+    int raw_from = from, raw_to = to, sealed_from = 0, sealed_to = 0;
+    if constexpr (!C::kRawOnly) {
+      const int raw_cost = n_raw * p.raw_weight;
+      raw_from = min(n_raw, (from + p.raw_weight - 1) / p.raw_weight);
+      raw_to = min(n_raw, (to + p.raw_weight - 1) / p.raw_weight);
+      sealed_from = max(0, from - raw_cost);
+      sealed_to = max(0, to - raw_cost);
+    }
+    // Raw tiles take the warps from the first on, sealed ones go on where those end.
+    const int first_warp = C::kRawOnly ? 0 : (raw_to - raw_from) % C::kWarps;
+    const int turn = warp >= first_warp ? warp - first_warp : warp - first_warp + C::kWarps;
+    if constexpr (C::kRawOnly) {
+      ring.begin(raw_from + turn, raw_to, p.blocks + entry.first_raw, kv_head * p.raw_stride,
+                 kv_head * p.raw_stride);
+    } else {
+      ring.begin(sealed_from + turn, sealed_to, p.blocks + entry.first_sealed,
+                 kv_head * p.key_stride, kv_head * p.value_stride);
+    }
+    // One warp makes the operands of the queries for all.
+    if (warp == 0 && raw_from < raw_to) {
+      Query16<C, T> q;
+      q.load(p.queries, p.query_type, row, n_heads, lane);
+      q.write(raw_query, lane);
+    }
+    if constexpr (!C::kRawOnly) {
+      if (warp == 1 && sealed_from < sealed_to) {
+        SealedQuery q;
+        q.load(p.sealed_queries, p.query_type, row, n_heads, lane);
+        q.write(sealed_query, lane);
+      }
+    }
+    if constexpr (C::kVq) {
+      if (table_head < 0 || (p.codebook_per_head && table_head != kv_head)) {
+        fill_table<C>(p, kv_head);
+        table_head = kv_head;
+      }
+    }
+    __syncthreads();
+
+    Accumulator<C> acc;
+    acc.clear();
+    const float scale = p.scale * kLog2E;
+    if constexpr (C::kRawOnly) {
+      Query16<C, T> q;
+      q.read(raw_query, lane);
+      for (int k = raw_from + turn; k < raw_to; k += C::kWarps) {
+        const std::uint32_t tile = ring.take();
+        const uint2 range = lds64(tile + C::kRangeAt);
+        RawTile<C>::attend(
+            acc, q, scale, static_cast<int>(range.x), static_cast<int>(range.y), lane, select0,
+            select1,
+            [&](int i) {
+              return lds128(tile + RawTile<C>::key_at(RawTile<C>::key_token(i, lane),
+                                                      RawTile<C>::key_column(i, lane)));
+            },
+            [&](int i) {
+              return lds128(tile + C::kValuesAt +
+                            RawTile<C>::value_at(RawTile<C>::value_token(i, lane),
+                                                 RawTile<C>::value_column(i, lane)));
+            });
+      }
+    } else {
+      if (raw_from + warp < raw_to) {
+        Accumulator<C> raw;
+        attend_raw<C>(&raw, p.blocks + entry.first_raw, raw_from + warp, raw_to, p.tiles_log2,
+                      static_cast<std::size_t>(kv_head) * p.raw_stride, scale, raw_query);
+        acc = raw;
+        if constexpr (C::kValueUnit != 1.F) {
+#pragma unroll
+          for (int n = 0; n < C::kSets; ++n)
+#pragma unroll
+            for (int u = 0; u < C::kSteps; ++u)
+#pragma unroll
+              for (int k = 0; k < 4; ++k) acc.o[n][u][k] *= C::kValueUnit;
+        }
+      }
+      if (sealed_from + turn < sealed_to) {
+        SealedQuery q;
+        q.read(sealed_query, lane);
+        float factor[C::kSets], bias[C::kSets];
+#pragma unroll
+        for (int n = 0; n < C::kSets; ++n) {
+          factor[n] = scale;
+          if constexpr (!C::kKivi) factor[n] *= q.unit[n];
+          if constexpr (C::kVq) factor[n] *= p.key_scale[p.codebook_per_head ? kv_head : 0];
+          bias[n] = p.sealed_bias != nullptr && 4 * n + c < n_heads
+                        ? kLog2E * p.sealed_bias[row + 4 * n + c]
+                        : 0.F;
+        }
+        const std::uint32_t key_row = kTable + lane * 4, value_row = kTable + 128 + (lane & 15) * 8;
+        for (int k = sealed_from + turn; k < sealed_to; k += C::kWarps) {
+          const std::uint32_t unit = ring.take();
+          const uint2 range = lds64(unit + C::kRangeAt);
+          typename SealedKeys<C>::Block block;
+          SealedKeys<C>::begin(block, q, unit, lane);
+#pragma unroll
+          for (int t = 0; t < C::kUnit; ++t) {
+            const std::uint32_t key_at = unit + C::kHeader + t * C::kKeyTile,
+                                value_at = unit + C::kValuesAt + t * C::kValueTile;
+            CodeWords<C> keys, values;
+            keys.load(key_at, lane);
+            values.load(value_at, lane);
+            float s[C::kSets][2];
+            SealedKeys<C>::scores(s, q, block, factor, keys, key_at, lane, key_row);
+#pragma unroll
+            for (int n = 0; n < C::kSets; ++n) s[n][0] += bias[n], s[n][1] += bias[n];
+            mask<C>(s, static_cast<int>(range.x) - t * kTileTokens,
+                    static_cast<int>(range.y) - t * kTileTokens, g);
+            std::uint32_t w[C::kSets][4];
+            acc.template weigh<__half>(s, w, select0, select1);
+            SealedValues<C>::add(acc, w, values, value_at, lane, value_row);
+          }
+        }
+      }
+    }
+    copy_wait<0>();
+
+    // The warps' results to the block's.
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      float l = acc.l[n];
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) l += __shfl_xor_sync(kAllLanes, l, d);
+      const int h = warp * C::kHeads + 4 * n + c;
+      if (g == 0) {
+        merge_m[h] = acc.m[n];
+        merge_l[h] = l;
+      }
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u) {
+        *reinterpret_cast<float4*>(merge_o + h * C::kMergeStride + 64 * (u / 2) + 8 * g +
+                                   4 * (u % 2)) =
+            make_float4(acc.o[n][u][0], acc.o[n][u][1], acc.o[n][u][2], acc.o[n][u][3]);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < C::kHeads) {
+      const int h = threadIdx.x;
+      float m = kLowest, l = 0;
+#pragma unroll
+      for (int w = 0; w < C::kWarps; ++w) m = fmaxf(m, merge_m[w * C::kHeads + h]);
+#pragma unroll
+      for (int w = 0; w < C::kWarps; ++w) {
+        const float f = exp2_fast(merge_m[w * C::kHeads + h] - m);
+        merge_f[w * C::kHeads + h] = f;
+        l += f * merge_l[w * C::kHeads + h];
+      }
+      merge_total[h] = m;
+      merge_total[C::kHeads + h] = l;
+    }
+    __syncthreads();
+    const bool whole = at == seq_low && stop == seq_high;
+    float* slot = slots + (2 * static_cast<std::size_t>(blockIdx.x) + (seq_low <= low ? 0 : 1)) *
+                              kSlotFloats;
+    for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
+      const int h = k / C::kDim, d = k % C::kDim;
+      float x = 0;
+#pragma unroll
+      for (int w = 0; w < C::kWarps; ++w) {
+        x += merge_f[w * C::kHeads + h] * merge_o[(w * C::kHeads + h) * C::kMergeStride + d];
+      }
+      x *= 1.F / C::kValueUnit;
+      if (whole) {
+        const float l = merge_total[C::kHeads + h];
+        store(p.out, p.out_type, (row + h) * C::kDim + d, l > 0 ? x / l : 0.F);
+      } else {
+        slot[h * C::kDim + d] = x;
+        if (d == 0) {
+          slot[C::kHeads * C::kDim + h] = merge_total[h];
+          slot[C::kHeads * C::kDim + C::kHeads + h] = merge_total[C::kHeads + h];
+        }
+      }
+    }
+    if (!whole) {
+      const auto block_of = [&](int x) {
+        const int cut = longer * (share + 1);
+        return x < cut ? x / (share + 1) : longer + (x - cut) / share;
+      };
+      const int first = block_of(seq_low), last = block_of(seq_high - 1);
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        int* counter = counters + static_cast<std::size_t>(head) * p.n_sequences + seq;
+        const bool mine = atomicAdd(counter, 1) == last - first;
+        if (mine) *counter = 0;
+        __threadfence();
+        is_last = mine;
+      }
+      __syncthreads();
+      if (is_last) {
+        const auto slot_of = [&](int b) {
+          return slots + (2 * static_cast<std::size_t>(b) +
+                          (seq_low <= start_of(b) ? 0 : 1)) *
+                             kSlotFloats;
+        };
+        for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
+          const int h = k / C::kDim;
+          float m = kLowest, l = 0, x = 0;
+#pragma unroll 4
+          for (int b = first; b <= last; ++b) {
+            const float* s = slot_of(b);
+            const float mb = __ldcg(s + C::kHeads * C::kDim + h),
+                        lb = __ldcg(s + C::kHeads * C::kDim + C::kHeads + h), xb = __ldcg(s + k);
+            const float next = fmaxf(m, mb), fa = exp2_fast(m - next), fb = exp2_fast(mb - next);
+            m = next;
+            l = l * fa + lb * fb;
+            x = x * fa + xb * fb;
+          }
+          store(p.out, p.out_type, row * C::kDim + k, l > 0 ? x / l : 0.F);
+        }
+      }
+    }
+    __syncthreads();
+    at = stop;
+  }
+}
+
+/// What prepare() asks of each format's file.
+struct KernelChoice {
+  const void* function = nullptr;
+  int threads = 0;
+  int shared_bytes = 0;
+  int unit = 1;
+};
+template <class C>
+KernelChoice choose() {
+  return {reinterpret_cast<const void*>(&decode_kernel<C>), C::kThreads, C::kSharedBytes, C::kUnit};
+}
+template <Sealed kFormat, class T, int kGroup>
+KernelChoice choose_shape(int dim, int sets) {
+  if (dim == 128) {
+    if (sets == 1) return choose<Config<kFormat, T, 128, kGroup, 1>>();
+#ifndef KVPOOL_CUDA_FEW
+    return choose<Config<kFormat, T, 128, kGroup, 2>>();
+#endif
+  }
+#ifndef KVPOOL_CUDA_FEW
+  if (dim == 64) {
+    return sets == 1 ? choose<Config<kFormat, T, 64, kGroup, 1>>()
+                     : choose<Config<kFormat, T, 64, kGroup, 2>>();
+  }
+#endif
+  return {};
+}
+template <Sealed kFormat>
+KernelChoice choose_format(const Geometry& geometry, int sets) {
+  const bool wide = is_affine(kFormat) || is_kivi(kFormat) ? geometry.group_size == 64 : false;
+#ifdef KVPOOL_CUDA_FEW
+  if (wide || geometry.raw == Element::kFp16) return {};
+  return choose_shape<kFormat, __nv_bfloat16, 32>(geometry.head_dim, sets);
+#else
+  if constexpr (is_affine(kFormat) || is_kivi(kFormat)) {
+    if (wide) {
+      return geometry.raw == Element::kFp16
+                 ? choose_shape<kFormat, __half, 64>(geometry.head_dim, sets)
+                 : choose_shape<kFormat, __nv_bfloat16, 64>(geometry.head_dim, sets);
+    }
+  }
+  return geometry.raw == Element::kFp16
+             ? choose_shape<kFormat, __half, 32>(geometry.head_dim, sets)
+             : choose_shape<kFormat, __nv_bfloat16, 32>(geometry.head_dim, sets);
+#endif
+}
+
+KernelChoice choose_raw(const Geometry&, int sets);
+KernelChoice choose_int8(const Geometry&, int sets);
+KernelChoice choose_int4(const Geometry&, int sets);
+KernelChoice choose_int2(const Geometry&, int sets);
+KernelChoice choose_kivi4(const Geometry&, int sets);
+KernelChoice choose_kivi2(const Geometry&, int sets);
+KernelChoice choose_vecinfer2(const Geometry&, int sets);
+
+}  // namespace kvpool::cuda

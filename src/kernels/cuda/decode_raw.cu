@@ -1,0 +1,7 @@
+#include "kernels/cuda/decode_kernel.cuh"
+
+namespace kvpool::cuda {
+KernelChoice choose_raw(const Geometry& geometry, int sets) {
+  return choose_format<Sealed::kNone>(geometry, sets);
+}
+}  // namespace kvpool::cuda

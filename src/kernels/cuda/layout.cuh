@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/decode.h"
+
+/// Where the elements of a sealed part lie. A part is of one KV head, keys or values; it is made of
+/// tiles of 16 tokens, in order:
+///
+///   affine keys, values   [codes of the tile][(scale, bias) fp16 pairs, 16 tokens x groups]
+///   kivi keys             scale[channel], bias[channel] fp16, then [codes] a tile
+///   kivi values           as affine values
+///   vecinfer2             [codes] a tile
+///
+/// The codes of a tile are laid out by lane of the warp that reads it: lane l = 4g + c has
+/// head_dim * bits / 16 bytes, in chunks of 16 (or one of 8): chunk i of lane l is at
+/// (i * 32 + l) * 16. Which tokens and channels are a lane's is what the matrix instructions want,
+/// so that no element moves between lanes:
+///
+///   keys    tokens g and g + 8 of the tile
+///   values  tokens 2c, 2c + 1, 2c + 8, 2c + 9; channels 64i + 8g ... 64i + 8g + 7
+///
+/// The functions below say which bit. x is near scale * code + bias.
+namespace kvpool::cuda {
+
+template <Sealed kFormat>
+struct Traits;
+template <>
+struct Traits<Sealed::kInt8> {
+  static constexpr int kBits = 8;
+};
+template <>
+struct Traits<Sealed::kInt4> {
+  static constexpr int kBits = 4;
+};
+template <>
+struct Traits<Sealed::kInt2> {
+  static constexpr int kBits = 2;
+};
+template <>
+struct Traits<Sealed::kKivi4> {
+  static constexpr int kBits = 4;
+};
+template <>
+struct Traits<Sealed::kKivi2> {
+  static constexpr int kBits = 2;
+};
+template <>
+struct Traits<Sealed::kVecInfer2> {
+  static constexpr int kBits = 2;
+};
+
+__host__ __device__ constexpr bool is_kivi(Sealed f) {
+  return f == Sealed::kKivi4 || f == Sealed::kKivi2;
+}
+__host__ __device__ constexpr bool is_affine(Sealed f) {
+  return f == Sealed::kInt8 || f == Sealed::kInt4 || f == Sealed::kInt2;
+}
+__host__ __device__ constexpr int bits_of(Sealed f) {
+  return f == Sealed::kInt8 ? 8 : f == Sealed::kInt4 || f == Sealed::kKivi4 ? 4 : 2;
+}
+__host__ __device__ constexpr int code_bytes(Sealed f, int dim) {
+  return kTileTokens * dim * bits_of(f) / 8;
+}
+__host__ __device__ constexpr int scale_bytes(int dim, int group) {
+  return kTileTokens * (dim / group) * 4;
+}
+__host__ __device__ constexpr int key_header_bytes(Sealed f, int dim) {
+  return is_kivi(f) ? dim * 4 : 0;
+}
+__host__ __device__ constexpr int key_tile_bytes(Sealed f, int dim, int group) {
+  return code_bytes(f, dim) + (is_affine(f) ? scale_bytes(dim, group) : 0);
+}
+__host__ __device__ constexpr int value_tile_bytes(Sealed f, int dim, int group) {
+  return code_bytes(f, dim) + (f == Sealed::kVecInfer2 ? 0 : scale_bytes(dim, group));
+}
+
+/// Byte of `word` of a lane within a tile's codes.
+__host__ __device__ constexpr int word_offset(int lane, int word, int lane_bytes) {
+  return lane_bytes >= 16 ? ((word / 4) * 32 + lane) * 16 + (word % 4) * 4
+                          : lane * lane_bytes + word * 4;
+}
+
+/// A code: `bits` from bit `shift` of the 32-bit word at `offset` of a tile.
+struct CodePlace {
+  int offset;
+  int shift;
+};
+
+__host__ __device__ inline CodePlace affine_key(int bits, int dim, int token, int d) {
+  const int s = d / 32, hi = (d % 32) / 16, c = (d % 16) / 4, b = d % 4;
+  const int lane = (token % 8) * 4 + c, th = token / 8;
+  const int bytes = dim * bits / 16;
+  if (bits == 8) return {word_offset(lane, s * 4 + hi * 2 + th, bytes), 8 * b};
+  if (bits == 4) return {word_offset(lane, s * 2 + th, bytes), 8 * b + 4 * hi};
+  return {word_offset(lane, (s / 2) * 2 + th, bytes), 8 * b + 2 * ((s % 2) * 2 + hi)};
+}
+/// Pairs of channels 16 bits apart.
+__host__ __device__ inline CodePlace kivi_key(int bits, int dim, int token, int d) {
+  const int c = (d / 8) % 4, step = (d / 32) * 2 + (d % 8) / 4, half = (d % 4) / 2;
+  const int lane = (token % 8) * 4 + c, th = token / 8;
+  const int bytes = dim * bits / 16;
+  const int steps = bits == 4 ? 2 : 4;  // To a word.
+  return {word_offset(lane, (step / steps) * 2 + th, bytes),
+          bits * ((step % steps) * 2 + half) + 16 * (d % 2)};
+}
+__host__ __device__ inline CodePlace affine_value(int bits, int dim, int token, int d) {
+  const int i = d / 64, g = (d % 64) / 8, e = d % 8;
+  const int lane = g * 4 + (token % 8) / 2, tok = (token / 8) * 2 + token % 2;
+  const int bytes = dim * bits / 16;
+  if (bits == 8) return {word_offset(lane, (i * 4 + tok) * 2 + e / 4, bytes), 8 * (e % 4)};
+  if (bits == 4) return {word_offset(lane, i * 4 + tok, bytes), 4 * (e / 2) + 16 * (e % 2)};
+  if (dim == 64) {
+    return {word_offset(lane, tok / 2, bytes), 2 * ((tok % 2) * 4 + e / 2) + 16 * (e % 2)};
+  }
+  return {word_offset(lane, tok, bytes), 2 * (i * 4 + e / 2) + 16 * (e % 2)};
+}
+/// Byte within a tile's codes of sub-vector j (channels 4j ... 4j + 3).
+__host__ __device__ inline int vecinfer_key(int dim, int token, int j) {
+  const int s = j / 8, hi = (j % 8) / 4, c = j % 4;
+  return word_offset((token % 8) * 4 + c, s, dim / 8) + hi * 2 + token / 8;
+}
+__host__ __device__ inline int vecinfer_value(int dim, int token, int j) {
+  const int i = j / 16, g = (j % 16) / 2, u = i * 2 + j % 2;
+  return word_offset(g * 4 + (token % 8) / 2, u, dim / 8) + (token / 8) * 2 + token % 2;
+}
+/// Index among a tile's (scale, bias) pairs.
+__host__ __device__ inline int key_scale_index(int dim, int group, int token, int d) {
+  return token * (dim / group) + d / group;
+}
+/// A lane's groups lie side by side: with groups of 32, the even ones first.
+__host__ __device__ inline int value_scale_index(int dim, int group, int token, int d) {
+  const int k = d / group;
+  return token * (dim / group) + (group == 32 ? (k % 2) * (dim / 64) + k / 2 : k);
+}
+
+}  // namespace kvpool::cuda
