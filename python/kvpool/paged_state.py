@@ -15,17 +15,20 @@ _CONFIG = ("key_format", "value_format", "group_size", "hadamard", "window", "si
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-class PagedState(list):
+class PagedState(dict):
     """A cache's state in the two ways that mlx_lm uses one.
 
-    ``mx.eval`` looks at the list itself: it holds the one array that the cache's pending work hangs on, so that
-    evaluating costs no copy. ``tree_flatten``, with which ``save_prompt_cache`` starts, iterates: that gives all
-    there is to save, the packed bytes at their true length.
+    ``mx.eval`` looks at a dict's own entries (a list it would iterate): here the one array that the cache's pending
+    work hangs on, so that evaluating costs no copy. ``tree_flatten``, with which ``save_prompt_cache`` starts, asks
+    for items(): that gives all there is to save, the packed bytes at their true length.
     """
 
     def __init__(self, cache: PagedKVCacheCore):
-        super().__init__([cache._pending()])
+        super().__init__(pending=cache._pending())
         self._cache = cache
+
+    def items(self) -> Any:
+        return enumerate(self)
 
     def __iter__(self) -> Iterator[Any]:
         config = self._cache.config

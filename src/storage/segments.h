@@ -31,8 +31,8 @@ struct Place {
   std::size_t offset() const noexcept { return index * segment->place_bytes; }
 };
 
-/// Places by size, in segments that never move. A new segment is an eighth of what its size holds
-/// already, so that few segments serve many blocks and little is held that no block needs; one
+/// Places by size, in segments that never move. A new segment is up to a 32nd of what its size
+/// holds already, so that few segments serve many blocks and little is held that no block needs; one
 /// without a place taken goes back. Not thread-safe.
 class SegmentList {
  public:

@@ -97,19 +97,19 @@ def test_padding_columns_are_not_stored():
 def test_filter_and_extract_move_rows_by_reference():
     storage = storage_of(4)
     batch = batch_of(storage, 9, 6, 3)
-    in_use = storage.pool.stats.blocks_in_use
+    in_use = storage.pool.stats.blocks_in_use()
     one = batch.extract(1)
     assert isinstance(one, PagedKVCache) and one.offset == 6
-    assert storage.pool.stats.blocks_in_use == in_use
+    assert storage.pool.stats.blocks_in_use() == in_use
     batch.filter(mx.array([2, 0]))
     assert batch.offset.tolist() == [3, 9]
     more = tokens(1, heads=8, seed=7)
     keys, _ = one.update_and_fetch(more, more)
     assert mx.array_equal(keys[:, :, :6], tokens(6, heads=8, seed=1)) and mx.array_equal(keys[:, :, 6:], more)
     del batch, keys
-    assert storage.pool.stats.blocks_in_use == 4
+    assert storage.pool.stats.blocks_in_use() == 4
     del one
-    assert storage.pool.stats.blocks_in_use == 0
+    assert storage.pool.stats.blocks_in_use() == 0
 
 
 def test_deepcopy_gives_a_request_one_owner_and_shares_blocks():
@@ -117,13 +117,13 @@ def test_deepcopy_gives_a_request_one_owner_and_shares_blocks():
     request = [PagedKVCache(storage, owner=7) for _ in range(3)]
     for cache in request:
         cache.update_and_fetch(tokens(6), tokens(6))
-    in_use = storage.pool.stats.blocks_in_use
+    in_use = storage.pool.stats.blocks_in_use()
     fork = copy.deepcopy(request)
     assert len({cache.owners[0] for cache in fork}) == 1 and fork[0].owners != [7]
-    assert storage.pool.stats.blocks_in_use == in_use
+    assert storage.pool.stats.blocks_in_use() == in_use
     more = tokens(1, seed=3)
     keys, _ = fork[0].update_and_fetch(more, more)
-    assert storage.pool.stats.blocks_in_use == in_use + 2
+    assert storage.pool.stats.blocks_in_use() == in_use + 2
     original, _ = request[0].update_and_fetch(more * 2, more)
     assert mx.array_equal(keys[:, :, 6:], more) and mx.array_equal(original[:, :, 6:], more * 2)
     storage.pool.free_all(7)

@@ -77,8 +77,11 @@ struct Config {
   static constexpr int kMergeBytes =
       kWarps * kHeads * kMergeStride * 4 + (kWarps * 3 + 2) * kHeads * 4;
   static_assert(!kVq || kMergeBytes <= 58 * 1024);
+  /// Of the queries' operands, in static memory before the dynamic.
+  static constexpr int kQueryBytes =
+      kSets * kSteps * 512 + (kKivi ? kSets * kSteps * 512 : kSets * (kSteps * 2 + 1 + kGroups) * 128);
   static constexpr int kSharedBytes =
-      kVq ? int(kAfterTable) + kWarps * kStages * kStage
+      kVq ? int(kAfterTable) + kWarps * kStages * kStage - kQueryBytes
           : (kWarps * kStages * kStage > kMergeBytes ? kWarps * kStages * kStage : kMergeBytes);
 };
 
