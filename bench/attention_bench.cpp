@@ -45,11 +45,10 @@ struct Case {
   const char* name;
   Format format;
 };
-constexpr Case kCases[] = {{"fp32", {kFp32}},         {"fp16", {kFp16}},
-                           {"bf16", {kBf16}},         {"int8 g32", {kInt8, 32}},
-                           {"int4 g32", {kInt4, 32}}, {"int4 g64", {kInt4, 64}},
-                           {"int2 g32", {kInt2, 32}}, {"kivi4", {kKivi4, 32}},
-                           {"kivi2", {kKivi2, 32}}};
+constexpr Case kCases[] = {
+    {"fp32", {kFp32}},         {"fp16", {kFp16}},         {"bf16", {kBf16}},
+    {"int8 g32", {kInt8, 32}}, {"int4 g32", {kInt4, 32}}, {"int4 g64", {kInt4, 64}},
+    {"int2 g32", {kInt2, 32}}, {"kivi4", {kKivi4, 32}},   {"kivi2", {kKivi2, 32}}};
 
 struct Unmap {
   std::size_t n;
@@ -58,8 +57,7 @@ struct Unmap {
 using Memory = std::unique_ptr<std::byte, Unmap>;
 
 Memory map(std::size_t n) {
-  void* const memory =
-      mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   if (std::getenv("KVPOOL_BENCH_HUGE") != nullptr) madvise(memory, n, MADV_HUGEPAGE);
   return {static_cast<std::byte*>(memory), Unmap{n}};
@@ -201,19 +199,19 @@ void run(const Shape& shape, int n_threads, int n_tokens, int block_size) {
       best[i].cpu = std::min(best[i].cpu, seconds.cpu);
     }
   }
-  std::printf("\n%s, %d heads, %d KV heads, head_dim %d, %d layers, %d tokens, blocks of %d, "
-              "%d thread(s), kernels %s; this machine reads %.1f GB/s\n",
-              shape.name, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.n_layers,
-              n_tokens, block_size, n_threads, std::string(kernels::active().name).c_str(),
-              bandwidth / 1e9);
-  std::printf("%-10s %9s %9s %15s %9s %12s %9s\n", "format", "ms/token", "CPU ms",
-              "ns/layer-token", "GB/s", "of bandwidth", "vs bf16");
+  std::printf(
+      "\n%s, %d heads, %d KV heads, head_dim %d, %d layers, %d tokens, blocks of %d, "
+      "%d thread(s), kernels %s; this machine reads %.1f GB/s\n",
+      shape.name, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.n_layers, n_tokens,
+      block_size, n_threads, std::string(kernels::active().name).c_str(), bandwidth / 1e9);
+  std::printf("%-10s %9s %9s %15s %9s %12s %9s\n", "format", "ms/token", "CPU ms", "ns/layer-token",
+              "GB/s", "of bandwidth", "vs bf16");
   for (std::size_t i = 0; i < caches.size(); ++i) {
     const double rate = static_cast<double>(caches[i].bytes()) / best[i].wall;
     std::printf("%-10s %9.2f %9.2f %15.2f %9.1f %11.0f%% %8.2fx\n", kCases[i].name,
                 best[i].wall * 1e3, best[i].cpu * 1e3,
-                best[i].wall * 1e9 / shape.n_layers / n_tokens, rate / 1e9,
-                100 * rate / bandwidth, best[2].wall / best[i].wall);
+                best[i].wall * 1e9 / shape.n_layers / n_tokens, rate / 1e9, 100 * rate / bandwidth,
+                best[2].wall / best[i].wall);
   }
 }
 

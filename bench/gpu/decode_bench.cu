@@ -460,7 +460,8 @@ int check_all(int n_processors) {
 }
 
 void time_one(const Name& n, int batch, int length, int raw_tokens, int n_processors, bool check) {
-  const Geometry g = geometry(n, n.sealed == Sealed::kNone ? 16 : 32);
+  const char* size = std::getenv("BLOCK");
+  const Geometry g = geometry(n, size ? std::atoi(size) : n.sealed == Sealed::kNone ? 16 : 32);
   if (!built(g)) return;
   const bool sealed = n.sealed != Sealed::kNone;
   const std::vector<Lengths> lengths(

@@ -22,10 +22,14 @@ std::string message(const auto&... parts) { return concat("[attend] ", parts...)
 
 attention::DType dtype_of(mx::Dtype dtype) {
   switch (dtype) {
-    case mx::float32: return attention::DType::kFp32;
-    case mx::float16: return attention::DType::kFp16;
-    case mx::bfloat16: return attention::DType::kBf16;
-    default: throw std::invalid_argument(message("queries must be float32, float16 or bfloat16"));
+    case mx::float32:
+      return attention::DType::kFp32;
+    case mx::float16:
+      return attention::DType::kFp16;
+    case mx::bfloat16:
+      return attention::DType::kBf16;
+    default:
+      throw std::invalid_argument(message("queries must be float32, float16 or bfloat16"));
   }
 }
 
@@ -75,14 +79,15 @@ mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t
   const mx::Shape wanted{queries.shape(0), queries.shape(1), queries.shape(2), length};
   bool fits = mask.ndim() <= 4 && (is_bool || mx::issubdtype(mask.dtype(), mx::floating));
   for (int axis = 1; fits && axis <= static_cast<int>(mask.ndim()); ++axis) {
-    fits = mask.shape(-axis) == 1 || mask.shape(-axis) == wanted[static_cast<std::size_t>(4 - axis)];
+    fits =
+        mask.shape(-axis) == 1 || mask.shape(-axis) == wanted[static_cast<std::size_t>(4 - axis)];
   }
   if (!fits) {
     throw std::invalid_argument(message("mask must be bool or float and broadcast to ",
                                         shape_text(wanted), ", got ", shape_text(mask.shape())));
   }
-  const mx::array plain = mx::contiguous(
-      is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
+  const mx::array plain =
+      mx::contiguous(is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
   out.kind = is_bool ? attention::Mask::Kind::kBool : attention::Mask::Kind::kAdditive;
   out.n_keys = n_keys;
   std::int64_t stride = 1;
@@ -96,15 +101,14 @@ mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t
 
 }  // namespace
 
-mx::array attend(BlockMemory& memory, const LayerFormat& format,
-                 const std::vector<AttendRow>& rows, const mx::array& queries, float scale,
-                 const Visibility& visibility) {
+mx::array attend(BlockMemory& memory, const LayerFormat& format, const std::vector<AttendRow>& rows,
+                 const mx::array& queries, float scale, const Visibility& visibility) {
   if (queries.ndim() != 4 || queries.shape(0) != static_cast<mx::ShapeElem>(rows.size()) ||
       queries.shape(3) != format.raw[0].head_dim || queries.shape(1) < 1 ||
       queries.shape(1) % format.n_kv_heads != 0) {
-    throw std::invalid_argument(message(
-        "queries must be (", rows.size(), ", a multiple of ", format.n_kv_heads, ", S, ",
-        format.raw[0].head_dim, "), got ", shape_text(queries.shape())));
+    throw std::invalid_argument(message("queries must be (", rows.size(), ", a multiple of ",
+                                        format.n_kv_heads, ", S, ", format.raw[0].head_dim,
+                                        "), got ", shape_text(queries.shape())));
   }
   if (!(visibility.soft_cap >= 0.0F)) {
     throw std::invalid_argument(message("soft_cap must be >= 0, got ", visibility.soft_cap));
@@ -149,8 +153,8 @@ mx::array attend(BlockMemory& memory, const LayerFormat& format,
       throw std::invalid_argument(message("sinks must be (", arguments.n_heads, ",), got ",
                                           shape_text(visibility.sinks->shape())));
     }
-    inputs.push_back(mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false,
-                                    stream));
+    inputs.push_back(
+        mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false, stream));
     work->has_sinks = true;
   }
 
@@ -159,9 +163,9 @@ mx::array attend(BlockMemory& memory, const LayerFormat& format,
   mx::array out = queries;
   memory.extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;
-    auto outputs = mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},
-                                          std::make_shared<AttendOp>(stream, std::move(work)),
-                                          inputs);
+    auto outputs =
+        mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},
+                               std::make_shared<AttendOp>(stream, std::move(work)), inputs);
     out = outputs[1];
     return outputs[0];
   });

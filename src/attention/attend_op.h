@@ -3,8 +3,8 @@
 #include <mlx/array.h>
 
 #include <cstdint>
-#include <optional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention/attention.h"
@@ -28,8 +28,8 @@ struct AttendRow {
   std::int64_t length;
 };
 
-/// Attention of `queries` (B, n_heads, S, key dim) over blocks where they lie: (B, n_heads, S, value
-/// dim) of the queries' type. The next link of the chain. Lazy.
+/// Attention of `queries` (B, n_heads, S, key dim) over blocks where they lie: (B, n_heads, S,
+/// value dim) of the queries' type. The next link of the chain. Lazy.
 /// @throws std::invalid_argument naming what does not fit.
 mlx::core::array attend(BlockMemory& memory, const LayerFormat& format,
                         const std::vector<AttendRow>& rows, const mlx::core::array& queries,

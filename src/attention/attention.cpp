@@ -28,18 +28,17 @@ struct BlockRange {
 };
 
 /// The blocks with a key that some of the queries see.
-BlockRange visible_blocks(const Arguments& arguments, const SequenceRef& sequence,
-                          int first_query, int n_queries) {
-  const std::int64_t first =
-      visible(arguments, sequence.query_position + first_query).first;
+BlockRange visible_blocks(const Arguments& arguments, const SequenceRef& sequence, int first_query,
+                          int n_queries) {
+  const std::int64_t first = visible(arguments, sequence.query_position + first_query).first;
   const std::int64_t end =
       visible(arguments, sequence.query_position + first_query + n_queries - 1).end;
   const auto blocks = sequence.blocks;
   const auto begin = std::partition_point(blocks.begin(), blocks.end(), [&](const BlockRef& b) {
     return b.position + b.n_tokens <= first;
   });
-  const auto stop = std::partition_point(
-      begin, blocks.end(), [&](const BlockRef& b) { return b.position < end; });
+  const auto stop = std::partition_point(begin, blocks.end(),
+                                         [&](const BlockRef& b) { return b.position < end; });
   return {static_cast<std::size_t>(begin - blocks.begin()),
           static_cast<std::size_t>(stop - blocks.begin())};
 }
@@ -124,8 +123,8 @@ void finish_row(const Arguments& arguments, std::span<const Item> splits, int ro
   for (std::size_t d = 0; d < dim; ++d) result.values[d] = any ? result.values[d] / sum : 0.0F;
   const Strides& strides = arguments.out_strides;
   store_elements(arguments.dtype, result.values, dim, arguments.out,
-                 static_cast<std::int64_t>(item.sequence) * strides.batch +
-                     head * strides.head + query * strides.query);
+                 static_cast<std::int64_t>(item.sequence) * strides.batch + head * strides.head +
+                     query * strides.query);
 }
 
 }  // namespace
@@ -139,8 +138,7 @@ void attend(const Arguments& arguments, ThreadPool& pool, const kernels::KernelT
   place_partials(arguments, items, partials);
 
   const std::span<const Item> shares(items);
-  pool.for_each(shares.size(),
-                [&](std::size_t i) { attend_item(arguments, kernels, shares[i]); });
+  pool.for_each(shares.size(), [&](std::size_t i) { attend_item(arguments, kernels, shares[i]); });
   for (std::size_t i = 0; i < shares.size();) {
     const auto splits = shares.subspan(i, static_cast<std::size_t>(shares[i].n_splits));
     for (int row = 0; row < n_rows(arguments, shares[i]); ++row) {

@@ -20,7 +20,7 @@ using kernels::PartShape;
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
 /// Tokens and blocks that the kernels take in one call.
-constexpr int kRunTokens = 256;
+constexpr int kRunTokens = 512;
 constexpr std::size_t kRunBlocks = 64;
 /// With more rows it pays to decode a run once, as fp32, for all of them.
 constexpr int kDirectRows = 16;
@@ -47,8 +47,7 @@ std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks) {
   int n_tokens = 0;
   std::size_t n = 0;
   while (n < blocks.size() && n < kRunBlocks && blocks[n].key_format == first.key_format &&
-         blocks[n].value_format == first.value_format &&
-         blocks[n].block_size == first.block_size &&
+         blocks[n].value_format == first.value_format && blocks[n].block_size == first.block_size &&
          (n == 0 || n_tokens + blocks[n].n_tokens <= kRunTokens)) {
     n_tokens += blocks[n].n_tokens;
     ++n;
@@ -179,8 +178,7 @@ class Walk {
 
   void score(const codec::Format& format, int block_size, const kernels::PartRun& run) {
     const PartShape shape{block_size, arguments_.head_dim, format.group_size};
-    const kernels::KeyKernels& kernels =
-        kernels_.of_keys(kernels::layout_of(format, Role::kKeys));
+    const kernels::KeyKernels& kernels = kernels_.of_keys(kernels::layout_of(format, Role::kKeys));
     if (prepared_ == nullptr || prepared_format_ != format) {
       prepared_ = buffers_.prepared.get<std::byte>(kernels.prepared_bytes(shape, n_rows_));
       kernels.prepare(shape, format.hadamard ? turned_queries() : queries_, n_rows_, prepared_);
@@ -201,8 +199,7 @@ class Walk {
     const BlockRef& first = run.blocks[0];
     const codec::Format& format = keys ? first.key_format : first.value_format;
     const Layout layout = kernels::layout_of(format, role);
-    const auto read =
-        keys ? kernels_.of_keys(layout).decode : kernels_.of_values(layout).decode;
+    const auto read = keys ? kernels_.of_keys(layout).decode : kernels_.of_values(layout).decode;
     const PartShape shape{first.block_size, keys ? arguments_.head_dim : arguments_.value_dim,
                           format.group_size};
     const std::size_t dim = keys ? dim_ : value_dim_;
@@ -232,8 +229,8 @@ class Walk {
 
   std::size_t part_bytes(const BlockRef& block, Role role) const {
     const bool keys = role == Role::kKeys;
-    return codec::part_bytes({keys ? block.key_format : block.value_format, role,
-                              block.block_size, keys ? arguments_.head_dim : arguments_.value_dim});
+    return codec::part_bytes({keys ? block.key_format : block.value_format, role, block.block_size,
+                              keys ? arguments_.head_dim : arguments_.value_dim});
   }
 
   /// Turns a run's scores into weights under the largest score so far.
@@ -242,10 +239,12 @@ class Walk {
     for (int row = 0; row < n_rows_; ++row) {
       float* const scores = scores_ + static_cast<std::size_t>(row) * stride_;
       if (arguments_.soft_cap > 0.0F) kernels_.soft_cap(scores, n, arguments_.soft_cap);
-      float* at = scores;
-      for (const BlockRef& block : run.blocks) {
-        mask_scores(arguments_, query_row(row), block, at);
-        at += block.n_tokens;
+      if (!sees_all(run, row)) {
+        float* at = scores;
+        for (const BlockRef& block : run.blocks) {
+          mask_scores(arguments_, query_row(row), block, at);
+          at += block.n_tokens;
+        }
       }
       const PartialRow state = partial(row);
       const float largest = std::max(*state.largest, kernels_.max(scores, n));
@@ -257,6 +256,15 @@ class Walk {
       *state.sum += kernels_.exp_sum(scores, n, largest);
       *state.largest = largest;
     }
+  }
+
+  bool sees_all(const Run& run, int row) const {
+    if (arguments_.mask.kind != Mask::Kind::kNone) return false;
+    const std::int64_t position =
+        arguments_.sequences[item_.sequence].query_position + query_row(row).query;
+    const Visible keys = visible(arguments_, position);
+    const BlockRef& last = run.blocks.back();
+    return keys.first <= run.blocks.front().position && last.position + last.n_tokens <= keys.end;
   }
 
   void rescale(int row, float factor) {

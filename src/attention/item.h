@@ -42,7 +42,6 @@ inline int n_rows(const Arguments& arguments, const Item& item) noexcept {
 }
 
 /// Fills item.partial.
-void attend_item(const Arguments& arguments, const kernels::KernelTable& kernels,
-                 const Item& item);
+void attend_item(const Arguments& arguments, const kernels::KernelTable& kernels, const Item& item);
 
 }  // namespace kvpool::attention

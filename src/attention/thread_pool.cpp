@@ -58,7 +58,8 @@ struct ThreadPool::Job {
   /// Runs items until all are taken.
   void help() {
     std::size_t n = 0;
-    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_items; ++n) (*run)(i);
+    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_items; ++n)
+      (*run)(i);
     if (n > 0 && n_done.fetch_add(n, std::memory_order_acq_rel) + n == n_items) {
       n_done.notify_all();
     }

@@ -20,8 +20,8 @@ void validate_sequence(const Arguments& arguments, std::size_t index) {
             " has a block without memory");
     require(block.n_tokens >= 1 && block.n_tokens <= block.block_size, "sequence ", index,
             " has a block with ", block.n_tokens, " tokens of ", block.block_size);
-    require(last == nullptr || block.position >= next, "sequence ", index, " has a block at position ",
-            block.position, " after one that ends at ", next);
+    require(last == nullptr || block.position >= next, "sequence ", index,
+            " has a block at position ", block.position, " after one that ends at ", next);
     next = block.position + block.n_tokens;
     if (last == nullptr || last->block_size != block.block_size ||
         last->key_format != block.key_format || last->value_format != block.value_format) {
@@ -31,8 +31,7 @@ void validate_sequence(const Arguments& arguments, std::size_t index) {
     }
     last = &block;
     if (mask.kind != Mask::Kind::kNone) {
-      require(block.position >= mask.first_position &&
-                  next - mask.first_position <= mask.n_keys,
+      require(block.position >= mask.first_position && next - mask.first_position <= mask.n_keys,
               "the mask covers positions ", mask.first_position, " to ",
               mask.first_position + mask.n_keys, ", sequence ", index, " has a block from ",
               block.position, " to ", next);
@@ -48,8 +47,7 @@ Strides contiguous(int n_heads, int n_queries, int dim) noexcept {
 }
 
 void validate(const Arguments& arguments) {
-  require(arguments.n_kv_heads >= 1, "n_kv_heads must be at least 1, got ",
-          arguments.n_kv_heads);
+  require(arguments.n_kv_heads >= 1, "n_kv_heads must be at least 1, got ", arguments.n_kv_heads);
   require(arguments.n_heads >= 1 && arguments.n_heads % arguments.n_kv_heads == 0,
           "n_heads must be a multiple of n_kv_heads (", arguments.n_kv_heads, "), got ",
           arguments.n_heads);

@@ -24,8 +24,7 @@ std::size_t raw_bytes(const PartShape& shape, std::size_t element_bytes) {
 std::size_t affine_bytes(const PartShape& shape, Role role, int bits) {
   const int n_full = shape.block_size / kernels::kTileTokens;
   const int n_left = shape.block_size % kernels::kTileTokens;
-  return as_size(n_full) *
-             kernels::affine_tile_bytes(role, bits, shape, kernels::kTileTokens) +
+  return as_size(n_full) * kernels::affine_tile_bytes(role, bits, shape, kernels::kTileTokens) +
          kernels::affine_tile_bytes(role, bits, shape, n_left);
 }
 
@@ -75,8 +74,7 @@ void validate(const PartGeometry& geometry) {
   };
   const Format& format = geometry.format;
   if (geometry.head_dim < 8 || geometry.head_dim > kMaxHeadDim || geometry.head_dim % 8 != 0) {
-    refuse("head_dim must be a multiple of 8 from 8 to ", kMaxHeadDim, ", got ",
-           geometry.head_dim);
+    refuse("head_dim must be a multiple of 8 from 8 to ", kMaxHeadDim, ", got ", geometry.head_dim);
   }
   if (geometry.block_size < 1 || geometry.block_size > kMaxBlockSize) {
     refuse("block_size must be 1 to ", kMaxBlockSize, ", got ", geometry.block_size);

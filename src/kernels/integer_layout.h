@@ -11,7 +11,9 @@ namespace kvpool::kernels {
 
 inline constexpr int kTileTokens = 16;
 
-static constexpr std::size_t ceil_div(std::size_t a, std::size_t b) noexcept { return (a + b - 1) / b; }
+static constexpr std::size_t ceil_div(std::size_t a, std::size_t b) noexcept {
+  return (a + b - 1) / b;
+}
 static constexpr std::size_t as_size(int value) noexcept { return static_cast<std::size_t>(value); }
 
 static constexpr int n_groups(const PartShape& shape) noexcept {
@@ -27,7 +29,8 @@ static constexpr std::size_t row_bytes(int bits, int head_dim) noexcept {
   return ceil_div(as_size(head_dim * bits), 8);
 }
 
-static constexpr std::size_t code_bytes(codec::Role role, int bits, int n_tile, int head_dim) noexcept {
+static constexpr std::size_t code_bytes(codec::Role role, int bits, int n_tile,
+                                        int head_dim) noexcept {
   if (n_tile < kTileTokens) return as_size(n_tile) * row_bytes(bits, head_dim);
   if (role == codec::Role::kKeys) return 4 * kTileTokens * key_words(bits, head_dim);
   return as_size(kTileTokens * bits * head_dim / 8);
@@ -44,7 +47,7 @@ static constexpr std::size_t channel_bytes(const PartShape& shape) noexcept {
 }
 
 static constexpr std::size_t affine_tile_bytes(codec::Role role, int bits, const PartShape& shape,
-                                        int n_tile) noexcept {
+                                               int n_tile) noexcept {
   return code_bytes(role, bits, n_tile, shape.head_dim) + group_bytes(shape, n_tile);
 }
 
@@ -66,8 +69,8 @@ struct CodePlace {
   std::size_t byte;
   int shift;
 };
-static constexpr CodePlace code_place(codec::Role role, int bits, int n_tile, int head_dim, int token,
-                               int channel) noexcept {
+static constexpr CodePlace code_place(codec::Role role, int bits, int n_tile, int head_dim,
+                                      int token, int channel) noexcept {
   if (n_tile < kTileTokens) {
     const int bit = channel * bits;
     return {as_size(token) * row_bytes(bits, head_dim) + as_size(bit / 8), bit % 8};

@@ -41,8 +41,8 @@ const KernelTable& table_named(std::string_view name) {
     if (!list.empty()) list += ", ";
     list += level.name;
   }
-  std::string text = detail::concat("KVPOOL_KERNELS: no kernels '", name, "' here; allowed: ",
-                                    allowed);
+  std::string text =
+      detail::concat("KVPOOL_KERNELS: no kernels '", name, "' here; allowed: ", allowed);
   if (!missing.empty()) text += detail::concat(" (this CPU lacks ", missing, ")");
   throw std::invalid_argument(text);
 }

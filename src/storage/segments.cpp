@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kLargestSegment = std::size_t{16} << 20;
 constexpr std::size_t kGrowthDivisor = 32;
-constexpr std::size_t kWasteDivisor = 16;  ///< Of a segment, what is too short for one more place.
+constexpr std::size_t kWasteDivisor = 32;  ///< Of a segment, what is too short for one more place.
 
 std::list<Segment>::iterator find(std::list<Segment>& segments, const Segment* segment) {
   return std::find_if(segments.begin(), segments.end(),
@@ -44,9 +44,7 @@ bool SegmentList::has_free(std::size_t place_bytes) const {
 void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes) {
   const std::size_t grown = std::min(size.bytes / kGrowthDivisor, kLargestSegment);
   std::size_t bytes = std::max(std::bit_ceil(place_bytes), std::bit_floor(grown));
-  while (size.bytes > 0 && bytes < kLargestSegment && bytes % place_bytes > bytes / kWasteDivisor) {
-    bytes *= 2;
-  }
+  while (bytes <= size.bytes / 2 && bytes % place_bytes > bytes / kWasteDivisor) bytes *= 2;
   const std::size_t n_places = bytes / place_bytes;
   std::vector<std::uint32_t> free(n_places);
   std::iota(free.rbegin(), free.rend(), 0U);

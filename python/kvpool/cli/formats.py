@@ -26,9 +26,14 @@ def formats_for(model: ModelInfo, group_size: int, block_size: int) -> list[Form
     head_dim = model.head_dim
     by_token = _SCALE_AND_BIAS_BITS * -(-head_dim // group_size) / head_dim
     by_channel = _SCALE_AND_BIAS_BITS / block_size
+
+    def packed(bits: int) -> float:
+        """Of codes: those of a key are whole 32-bit words, those of values are whole across 16 tokens."""
+        return (32 * -(-bits * head_dim // 32) / head_dim + bits) / 2
+
     raw = [Format(name, bits, True) for name, bits in (("fp32", 32), ("fp16", 16), ("bf16", 16))]
-    ints = [Format(f"int{bits}", bits + by_token, True) for bits in (8, 4, 2)]
-    kivis = [Format(f"kivi{bits}", bits + (by_channel + by_token) / 2, True) for bits in (4, 2)]
+    ints = [Format(f"int{bits}", packed(bits) + by_token, True) for bits in (8, 4, 2)]
+    kivis = [Format(f"kivi{bits}", packed(bits) + (by_channel + by_token) / 2, True) for bits in (4, 2)]
     vectors = [Format(f"vecinfer{bits}", bits, False) for bits in (4, 3, 2, 1)]
     return raw + ints + kivis + vectors
 

@@ -74,17 +74,23 @@ def measure_window(
     for start in range(0, len(window), step):
         chunk = mx.array(window[start : start + step])[None]
         first, last = max(half - 1 - start, 0), min(chunk.shape[1], len(window) - 1 - start)
-        reference = None
         targets = mx.array(window[start + first + 1 : start + last + 1])
+        mx.eval(chunk, targets)
+        grown = dict.fromkeys(caches, 0)
+        reference, at_start = None, _active_memory()
         for name, layers in caches.items():
-            log_probs = None
             before = _active_memory()
             log_probs = _feed(model, chunk, layers, first, last)
-            held[name] += _active_memory() - before - (log_probs.nbytes if log_probs is not None else 0)
             if log_probs is not None:
                 reference = log_probs if reference is None else reference
                 _add(tallies[name], log_probs, reference, targets)
+            del log_probs
+            grown[name] = _active_memory() - before
             after_step()
+        reference = None
+        grown[contenders[0].name] += _active_memory() - at_start - sum(grown.values())  # without its distributions
+        for name, n_bytes in grown.items():
+            held[name] += n_bytes
     for name, n_bytes in held.items():
         tallies[name].bytes_held = max(tallies[name].bytes_held, n_bytes)
     return caches

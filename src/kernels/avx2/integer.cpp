@@ -57,8 +57,8 @@ void score_rest(const PartShape& shape, const std::byte* part, int first, int n,
 
 template <int kBits, int kQueries>
 void score_affine_tile(const PartShape& shape, const std::byte* tile, const float* queries,
-                       const float (&query_sums)[kQueries][codec::kMaxHeadDim / 32],
-                       float* scores, std::size_t stride) {
+                       const float (&query_sums)[kQueries][codec::kMaxHeadDim / 32], float* scores,
+                       std::size_t stride) {
   const int dim = shape.head_dim;
   const std::byte* const scales = tile + code_bytes(Role::kKeys, kBits, kTileTokens, dim);
   const std::byte* const biases = scales + group_bytes(shape, kTileTokens) / 2;
@@ -199,7 +199,8 @@ void add_tile(const PartShape& shape, const std::byte* tile, const float* weight
         for (int i = 0; i < kPerWord; ++i) {
           const __m256 code = code_in<kBits>(words, i);
           for (int q = 0; q < kQueries; ++q) {
-            sums[q] = _mm256_fmadd_ps(code, _mm256_set1_ps(scaled[q][word * kPerWord + i]), sums[q]);
+            sums[q] =
+                _mm256_fmadd_ps(code, _mm256_set1_ps(scaled[q][word * kPerWord + i]), sums[q]);
           }
         }
       }

@@ -28,9 +28,7 @@ struct Fp16 {
   static constexpr std::size_t kSize = 2;
   static constexpr bool kAlternate = false;
   static Pair load(const std::byte* from) { return {load_halves(from), load_halves(from + 16)}; }
-  static Pair load_half(const std::byte* from) {
-    return {load_halves(from), _mm256_setzero_ps()};
-  }
+  static Pair load_half(const std::byte* from) { return {load_halves(from), _mm256_setzero_ps()}; }
 };
 
 /// Elements of even index go to `a`: each half of a dword is a shift or a mask away from its fp32.
@@ -45,8 +43,7 @@ struct Bf16 {
     return split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   static Pair load_half(const std::byte* from) {
-    return split(
-        _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    return split(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
 };
 
@@ -78,8 +75,8 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
 
 /// Scores of kTokens rows, one behind the other.
 template <typename Type, int kQueries, int kTokens>
-void score_rows(const PartShape& shape, const std::byte* rows, const float* queries,
-                float* scores, std::size_t stride) {
+void score_rows(const PartShape& shape, const std::byte* rows, const float* queries, float* scores,
+                std::size_t stride) {
   const std::size_t row_bytes = as_size(shape.head_dim) * Type::kSize;
   const std::size_t n_full = as_size(shape.head_dim) / kStep;
   const std::size_t query_stride = n_steps(shape) * kStep;
@@ -174,8 +171,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
   }
   for (std::size_t q = 0; q < as_size(kQueries); ++q) {
     for (std::size_t d = 0; d < dim; ++d) {
-      out[q * dim + d] +=
-          sums[q * sum_stride + d / kStep * kStep + place_in_step<Type>(d % kStep)];
+      out[q * dim + d] += sums[q * sum_stride + d / kStep * kStep + place_in_step<Type>(d % kStep)];
     }
   }
 }

@@ -64,8 +64,8 @@ void soft_cap(float* values, std::size_t n, float cap) {
     const __m256 x = _mm256_andnot_ps(sign_bit, _mm256_div_ps(value, largest));
     const __m256 e = exp2(_mm256_mul_ps(x, _mm256_set1_ps(-2.0F * kLog2E)));
     const __m256 tanh = _mm256_div_ps(_mm256_sub_ps(one, e), _mm256_add_ps(one, e));
-    _mm256_storeu_ps(values + i, _mm256_or_ps(_mm256_mul_ps(tanh, largest),
-                                              _mm256_and_ps(value, sign_bit)));
+    _mm256_storeu_ps(values + i,
+                     _mm256_or_ps(_mm256_mul_ps(tanh, largest), _mm256_and_ps(value, sign_bit)));
   }
   scalar::table().soft_cap(values + i, n - i, cap);
 }
@@ -88,8 +88,13 @@ const KernelTable& table() {
       .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), integer_keys(kAffine8),
                integer_keys(kAffine4), integer_keys(kAffine2), integer_keys(kChannel4),
                integer_keys(kChannel2)},
-      .values = {raw_values(kFp32), raw_values(kFp16), raw_values(kBf16),
-                 integer_values(kAffine8), integer_values(kAffine4), integer_values(kAffine2), {},
+      .values = {raw_values(kFp32),
+                 raw_values(kFp16),
+                 raw_values(kBf16),
+                 integer_values(kAffine8),
+                 integer_values(kAffine4),
+                 integer_values(kAffine2),
+                 {},
                  {}},
       .max = max,
       .exp_sum = exp_sum,

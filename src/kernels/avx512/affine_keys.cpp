@@ -49,70 +49,101 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   }
 }
 
-/// Scores of a full tile.
-template <int kBits, int kQueries>
-void score_tile(const PartShape& shape, const std::byte* tile, const Query* queries,
-                float* scores, std::size_t stride) {
+/// A full tile and where the scores of its tokens go.
+struct KeyTile {
+  const std::byte* at;
+  float* scores;
+};
+
+template <int kBits, int kQueries, int kTiles>
+void score_tiles(const PartShape& shape, const KeyTile* tiles, const Query* queries,
+                 std::size_t stride) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
   const int group_vectors = shape.group_size / 16;
-  const std::byte* const scales =
-      tile + code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
-  const std::byte* const biases = scales + group_bytes(shape, kTileTokens) / 2;
-  __m512 sums[kQueries];
-  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  const std::size_t scales = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
+  const std::size_t biases = scales + group_bytes(shape, kTileTokens) / 2;
+  __m512 sums[kQueries][kTiles];
+  for (auto& of_query : sums) {
+    for (__m512& sum : of_query) sum = _mm512_setzero_ps();
+  }
   for (int g = 0; g < n_groups(shape); ++g) {
-    DigitSums products[kQueries];
+    DigitSums<kTiles> products[kQueries];
     for (int v = g * group_vectors; v < n_vectors(shape) && v < (g + 1) * group_vectors; ++v) {
       for (int word = 0; word < kWords<kBits>; ++word) {
         const int at = v * kWords<kBits> + word;
         if (at >= n_words) break;
-        const __m512i words = _mm512_loadu_si512(tile + as_size(at) * 64);
+        __m512i words[kTiles];
+        for (int i = 0; i < kTiles; ++i) {
+          words[i] = _mm512_loadu_si512(tiles[i].at + as_size(at) * 64);
+        }
         for (int shift = 0; shift < kShifts<kBits>; ++shift) {
-          const __m512i codes = codes_at<kBits>(words, shift);
+          __m512i codes[kTiles];
+          for (int i = 0; i < kTiles; ++i) codes[i] = codes_at<kBits>(words[i], shift);
           for (int q = 0; q < kQueries; ++q) {
             products[q].add(codes, queries[q].digits[v], word * kShifts<kBits> + shift);
           }
         }
       }
     }
-    const __m512 scale = load_halves(scales + g * 32);
-    const __m512 bias = load_halves(biases + g * 32);
-    for (int q = 0; q < kQueries; ++q) {
-      const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(queries[q].steps[g]));
-      sums[q] = _mm512_fmadd_ps(step, products[q].total(), sums[q]);
-      sums[q] = _mm512_fmadd_ps(bias, _mm512_set1_ps(queries[q].sums[g]), sums[q]);
+    for (int i = 0; i < kTiles; ++i) {
+      const __m512 scale = load_halves(tiles[i].at + scales + g * 32);
+      const __m512 bias = load_halves(tiles[i].at + biases + g * 32);
+      for (int q = 0; q < kQueries; ++q) {
+        const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(queries[q].steps[g]));
+        sums[q][i] = _mm512_fmadd_ps(step, products[q].total(i), sums[q][i]);
+        sums[q][i] = _mm512_fmadd_ps(bias, _mm512_set1_ps(queries[q].sums[g]), sums[q][i]);
+      }
     }
   }
-  for (int q = 0; q < kQueries; ++q) {
-    _mm512_storeu_ps(scores + as_size(q) * stride, sums[q]);
+  // In order: what a tile writes after its tokens, the next one overwrites.
+  for (int i = 0; i < kTiles; ++i) {
+    for (int q = 0; q < kQueries; ++q) {
+      _mm512_storeu_ps(tiles[i].scores + as_size(q) * stride, sums[q][i]);
+    }
   }
+}
+
+template <int kBits, int kQueries>
+void score_chunk(const PartShape& shape, const PartRun& run, const std::byte* fp32_queries,
+                 const Query* queries, float* scores, std::size_t stride, Ahead& ahead) {
+  const std::size_t tile_bytes = affine_tile_bytes(Role::kKeys, kBits, shape, kTileTokens);
+  KeyTile pair[2];
+  int n_pending = 0;
+  const auto score_pending = [&] {
+    if (n_pending == 1) score_tiles<kBits, kQueries, 1>(shape, pair, queries, stride);
+    n_pending = 0;
+  };
+  for (std::size_t p = 0; p < run.n_parts; ++p) {
+    const int n_tokens = run.n_tokens[p];
+    int t = 0;
+    for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
+      ahead.fetch(tile_bytes);
+      pair[n_pending++] = {run.parts[p] + as_size(t / kTileTokens) * tile_bytes, scores + t};
+      if (n_pending == 2) {
+        score_tiles<kBits, kQueries, 2>(shape, pair, queries, stride);
+        n_pending = 0;
+      }
+    }
+    if (t < n_tokens) {
+      score_pending();
+      float rows[kTileTokens * codec::kMaxHeadDim];
+      scalar::affine_keys(kAffineLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
+      score_fp32_rows(shape, rows, n_tokens - t, fp32_queries, kQueries, scores + t, stride);
+    }
+    scores += n_tokens;
+  }
+  score_pending();
 }
 
 template <int kBits>
 void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
             float* out, std::size_t stride) {
-  const auto* const all_queries =
+  const auto* const queries =
       reinterpret_cast<const Query*>(prepared + fp32_query_bytes(shape, n_queries));
-  const std::size_t tile_bytes = affine_tile_bytes(Role::kKeys, kBits, shape, kTileTokens);
   Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
-    const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
-    float* to = out + as_size(first) * stride;
-    for (std::size_t p = 0; p < run.n_parts; ++p) {
-      const int n_tokens = run.n_tokens[p];
-      int t = 0;
-      for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
-        ahead.fetch(tile_bytes);
-        score_tile<kBits, n()>(shape, run.parts[p] + as_size(t / kTileTokens) * tile_bytes,
-                               all_queries + first, to + t, stride);
-      }
-      if (t < n_tokens) {
-        float rows[kTileTokens * codec::kMaxHeadDim];
-        scalar::affine_keys(kAffineLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
-        score_fp32_rows(shape, rows, n_tokens - t, fp32_queries, n(), to + t, stride);
-      }
-      to += n_tokens;
-    }
+    score_chunk<kBits, n()>(shape, run, prepared + fp32_query_bytes(shape, first), queries + first,
+                            out + as_size(first) * stride, stride, ahead);
   });
 }
 

@@ -29,8 +29,11 @@ template <int kBits, int kQueries>
 class Sums {
  public:
   explicit Sums(const PartShape& shape) : shape_(shape) {
-    for (auto& group : biases_) {
-      for (__m512& bias : group) bias = _mm512_setzero_ps();
+    for (int g = 0; g < n_groups(shape); ++g) {
+      for (__m512& bias : biases_[g]) bias = _mm512_setzero_ps();
+    }
+    for (auto& values : values_) {
+      for (int d = 0; d < shape.head_dim; d += 16) _mm512_store_ps(values + d, _mm512_setzero_ps());
     }
   }
 
@@ -113,31 +116,41 @@ class Sums {
       steps[q] = largest_weight[q] * largest_scale * (1.0F / kMostSteps);
     }
     const int dim = shape_.head_dim;
-    for (int d = g * shape_.group_size; d < dim && d < (g + 1) * shape_.group_size; d += 16) {
-      if (d + 16 <= dim) {
-        add_vector(d, [](const std::byte* at) { return _mm512_loadu_si512(at); }, digits, steps);
-      } else {
-        const __mmask16 mask = first_lanes(dim - d);
-        add_vector(d, [mask](const std::byte* at) { return _mm512_maskz_loadu_epi32(mask, at); },
-                   digits, steps);
-      }
+    const int end = (g + 1) * shape_.group_size < dim ? (g + 1) * shape_.group_size : dim;
+    const auto load = [](const std::byte* at) { return _mm512_loadu_si512(at); };
+    int d = g * shape_.group_size;
+    for (; d + 32 <= end; d += 32) add_vectors<2>(d, load, digits, steps);
+    for (; d + 16 <= end; d += 16) add_vectors<1>(d, load, digits, steps);
+    if (d < end) {
+      const __mmask16 mask = first_lanes(end - d);
+      add_vectors<1>(
+          d, [mask](const std::byte* at) { return _mm512_maskz_loadu_epi32(mask, at); }, digits,
+          steps);
     }
   }
 
-  /// Adds 16 channels from d on.
-  template <typename Load>
-  void add_vector(int d, const Load& load,
-                  const std::int32_t (&digits)[kMostTiles][kQueries][kDigitWords],
-                  const float (&steps)[kQueries]) {
+  /// Adds kVectors times 16 channels from d on.
+  template <int kVectors, typename Load>
+  void add_vectors(int d, const Load& load,
+                   const std::int32_t (&digits)[kMostTiles][kQueries][kDigitWords],
+                   const float (&steps)[kQueries]) {
     const std::size_t row_bytes = 4 * as_size(shape_.head_dim);
-    DigitSums products[kQueries];
+    DigitSums<kVectors> products[kQueries];
     for (int i = 0; i < n_tiles_; ++i) {
       const std::byte* const at = tiles_[i] + 4 * d;
       for (int word = 0; word < kWords<kBits>; ++word) {
-        const __m512i words = load(at + as_size(word) * row_bytes);
+        __m512i words[kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+          words[v] = load(at + as_size(word) * row_bytes + as_size(64 * v));
+        }
         for (int shift = 0; shift < kShifts<kBits>; ++shift) {
-          __m512i codes = codes_at<kBits>(words, shift);
-          if constexpr (kBits == 8) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+          __m512i codes[kVectors];
+          for (int v = 0; v < kVectors; ++v) {
+            codes[v] = codes_at<kBits>(words[v], shift);
+            if constexpr (kBits == 8) {
+              codes[v] = _mm512_xor_si512(codes[v], _mm512_set1_epi8(-128));
+            }
+          }
           for (int q = 0; q < kQueries; ++q) {
             products[q].add_unsigned(digits[i][q], word * kShifts<kBits> + shift, codes);
           }
@@ -145,9 +158,11 @@ class Sums {
       }
     }
     for (int q = 0; q < kQueries; ++q) {
-      float* const sum = values_[q] + d;
-      _mm512_store_ps(sum, _mm512_fmadd_ps(products[q].total(), _mm512_set1_ps(steps[q]),
-                                           _mm512_load_ps(sum)));
+      for (int v = 0; v < kVectors; ++v) {
+        float* const sum = values_[q] + d + 16 * v;
+        _mm512_store_ps(sum, _mm512_fmadd_ps(products[q].total(v), _mm512_set1_ps(steps[q]),
+                                             _mm512_load_ps(sum)));
+      }
     }
   }
 
@@ -157,7 +172,7 @@ class Sums {
   __m512 weights_[kQueries][kMostTiles];
   /// Of weight * bias, a lane a token.
   __m512 biases_[kMostGroups][kQueries];
-  alignas(64) float values_[kQueries][codec::kMaxHeadDim] = {};
+  alignas(64) float values_[kQueries][codec::kMaxHeadDim];
 };
 
 template <int kBits, int kQueries>
@@ -175,7 +190,8 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
     }
     if (t < n_tokens) {
       float rows[kTileTokens * codec::kMaxHeadDim];
-      scalar::affine_values(kAffineLayout<kBits>).decode(shape, run.parts[p], t, n_tokens - t, rows);
+      scalar::affine_values(kAffineLayout<kBits>)
+          .decode(shape, run.parts[p], t, n_tokens - t, rows);
       accumulate_fp32_rows(shape, rows, n_tokens - t, weights + t, stride, kQueries, out);
     }
     weights += n_tokens;

@@ -40,18 +40,23 @@ void scale_query(const PartShape& shape, const std::byte* part, const float* que
   }
 }
 
-template <int kBits, int kQueries>
-void score_tile(const PartShape& shape, const std::byte* tile, const ScaledQuery* queries,
-                float* scores, std::size_t stride) {
+/// Scores of kTiles full tiles, one behind the other.
+template <int kBits, int kQueries, int kTiles>
+void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t tile_bytes,
+                 const ScaledQuery* queries, float* scores, std::size_t stride) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
-  DigitSums products[kQueries];
+  DigitSums<kTiles> products[kQueries];
   for (int v = 0; v < n_vectors(shape); ++v) {
     for (int word = 0; word < kWords<kBits>; ++word) {
       const int at = v * kWords<kBits> + word;
       if (at >= n_words) break;
-      const __m512i words = _mm512_loadu_si512(tile + as_size(at) * 64);
+      __m512i words[kTiles];
+      for (int i = 0; i < kTiles; ++i) {
+        words[i] = _mm512_loadu_si512(tiles + as_size(i) * tile_bytes + as_size(at) * 64);
+      }
       for (int shift = 0; shift < kShifts<kBits>; ++shift) {
-        const __m512i codes = codes_at<kBits>(words, shift);
+        __m512i codes[kTiles];
+        for (int i = 0; i < kTiles; ++i) codes[i] = codes_at<kBits>(words[i], shift);
         for (int q = 0; q < kQueries; ++q) {
           products[q].add(codes, queries[q].digits[v], word * kShifts<kBits> + shift);
         }
@@ -59,9 +64,11 @@ void score_tile(const PartShape& shape, const std::byte* tile, const ScaledQuery
     }
   }
   for (int q = 0; q < kQueries; ++q) {
-    _mm512_storeu_ps(scores + as_size(q) * stride,
-                     _mm512_fmadd_ps(products[q].total(), _mm512_set1_ps(queries[q].step),
-                                     _mm512_set1_ps(queries[q].bias)));
+    for (int i = 0; i < kTiles; ++i) {
+      _mm512_storeu_ps(scores + as_size(q) * stride + as_size(i * kTileTokens),
+                       _mm512_fmadd_ps(products[q].total(i), _mm512_set1_ps(queries[q].step),
+                                       _mm512_set1_ps(queries[q].bias)));
+    }
   }
 }
 
@@ -83,12 +90,19 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
                            reinterpret_cast<const float*>(fp32_queries) + as_size(q) * query_stride,
                            scaled[q]);
       }
+      // Values have scales and biases in each tile.
+      const std::size_t value_tile_bytes = tile_bytes + group_bytes(shape, kTileTokens);
       int t = 0;
-      for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
-        // Values have scales and biases in each tile.
-        ahead.fetch(tile_bytes + group_bytes(shape, kTileTokens));
-        score_tile<kBits, n()>(shape, tile, scaled, to + t, stride);
-        tile += tile_bytes;
+      for (; t + kTileTokens < n_tokens && t + 2 * kTileTokens <= shape.block_size;
+           t += 2 * kTileTokens) {
+        ahead.fetch(2 * value_tile_bytes);
+        score_tiles<kBits, n(), 2>(shape, tile, tile_bytes, scaled, to + t, stride);
+        tile += 2 * tile_bytes;
+      }
+      if (t < n_tokens && t + kTileTokens <= shape.block_size) {
+        ahead.fetch(value_tile_bytes);
+        score_tiles<kBits, n(), 1>(shape, tile, tile_bytes, scaled, to + t, stride);
+        t += kTileTokens;
       }
       if (t < n_tokens) {
         float rows[kTileTokens * codec::kMaxHeadDim];

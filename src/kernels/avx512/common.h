@@ -59,7 +59,9 @@ class Ahead {
 /// fp32 rows are worked on, and queries kept, in steps of this many elements; the last is filled
 /// up with zeros.
 inline constexpr std::size_t kStep = 32;
-inline std::size_t n_steps(const PartShape& shape) { return ceil_div(as_size(shape.head_dim), kStep); }
+inline std::size_t n_steps(const PartShape& shape) {
+  return ceil_div(as_size(shape.head_dim), kStep);
+}
 
 /// Where a run of rows in fp32 stands in for tiles that are not full.
 std::size_t fp32_query_bytes(const PartShape& shape, int n_queries);
@@ -157,22 +159,36 @@ inline __m512i codes_at(__m512i words, int shift) {
                           _mm512_set1_epi8(kMask));
 }
 
-/// Sums of products, of the digits apart.
+/// Sums of products of kVectors vectors of codes with the same digits, which are loaded once.
+template <int kVectors>
 struct DigitSums {
-  __m512i low = _mm512_setzero_si512();
-  __m512i high = _mm512_setzero_si512();
+  __m512i low[kVectors];
+  __m512i high[kVectors];
 
-  void add(__m512i codes, const std::int32_t* digits, int word) {
-    low = _mm512_dpbusd_epi32(low, codes, _mm512_set1_epi32(digits[word]));
-    high = _mm512_dpbusd_epi32(high, codes, _mm512_set1_epi32(digits[word + 4]));
+  DigitSums() {
+    for (__m512i& sum : low) sum = _mm512_setzero_si512();
+    for (__m512i& sum : high) sum = _mm512_setzero_si512();
+  }
+
+  void add(const __m512i (&codes)[kVectors], const std::int32_t* digits, int word) {
+    const __m512i low_digits = _mm512_set1_epi32(digits[word]);
+    const __m512i high_digits = _mm512_set1_epi32(digits[word + 4]);
+    for (int v = 0; v < kVectors; ++v) {
+      low[v] = _mm512_dpbusd_epi32(low[v], codes[v], low_digits);
+      high[v] = _mm512_dpbusd_epi32(high[v], codes[v], high_digits);
+    }
   }
   /// With unsigned digits and signed codes.
-  void add_unsigned(const std::int32_t* digits, int word, __m512i codes) {
-    low = _mm512_dpbusd_epi32(low, _mm512_set1_epi32(digits[word]), codes);
-    high = _mm512_dpbusd_epi32(high, _mm512_set1_epi32(digits[word + 4]), codes);
+  void add_unsigned(const std::int32_t* digits, int word, const __m512i (&codes)[kVectors]) {
+    const __m512i low_digits = _mm512_set1_epi32(digits[word]);
+    const __m512i high_digits = _mm512_set1_epi32(digits[word + 4]);
+    for (int v = 0; v < kVectors; ++v) {
+      low[v] = _mm512_dpbusd_epi32(low[v], low_digits, codes[v]);
+      high[v] = _mm512_dpbusd_epi32(high[v], high_digits, codes[v]);
+    }
   }
-  __m512 total() const {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  __m512 total(int vector) const {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[vector], 8), low[vector]));
   }
 };
 

@@ -97,8 +97,7 @@ void decode_value_tile(const PartShape& shape, const std::byte* tile, const Rows
     _mm512_store_ps(scale, load_halves(scales + group));
     _mm512_store_ps(bias, load_halves(biases + group));
     for (int word = 0; word < kWords<kBits>; ++word) {
-      const __m512i words =
-          _mm512_maskz_loadu_epi32(mask, tile + 4 * as_size(word * dim + d));
+      const __m512i words = _mm512_maskz_loadu_epi32(mask, tile + 4 * as_size(word * dim + d));
       for (int i = 0; i < kPerWord; ++i) {
         const int token = word * kPerWord + i;
         rows.store(token, d, mask,

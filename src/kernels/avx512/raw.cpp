@@ -63,7 +63,8 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   const std::size_t stride = n_steps(shape) * kStep;
   for (std::size_t q = 0; q < as_size(n_queries); ++q, out += stride) {
     for (std::size_t i = 0; i < stride; ++i) {
-      out[i / kStep * kStep + place_in_step<Type>(i % kStep)] = i < dim ? queries[q * dim + i] : 0.0F;
+      out[i / kStep * kStep + place_in_step<Type>(i % kStep)] =
+          i < dim ? queries[q * dim + i] : 0.0F;
     }
   }
 }
@@ -81,8 +82,8 @@ __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 /// Scores of kTokens rows, one behind the other.
 template <typename Type, int kQueries, int kTokens>
-void score_rows(const PartShape& shape, const std::byte* rows, const float* queries,
-                float* scores, std::size_t stride) {
+void score_rows(const PartShape& shape, const std::byte* rows, const float* queries, float* scores,
+                std::size_t stride) {
   const std::size_t row_bytes = as_size(shape.head_dim) * Type::kSize;
   const std::size_t n_full = as_size(shape.head_dim) / kStep;
   const std::size_t query_stride = n_steps(shape) * kStep;
@@ -196,8 +197,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
   }
   for (std::size_t q = 0; q < as_size(kQueries); ++q) {
     for (std::size_t d = 0; d < dim; ++d) {
-      out[q * dim + d] +=
-          sums[q * sum_stride + d / kStep * kStep + place_in_step<Type>(d % kStep)];
+      out[q * dim + d] += sums[q * sum_stride + d / kStep * kStep + place_in_step<Type>(d % kStep)];
     }
   }
 }

@@ -1,7 +1,6 @@
-#include "kernels/avx512/avx512.h"
-
 #include <limits>
 
+#include "kernels/avx512/avx512.h"
 #include "kernels/avx512/common.h"
 
 namespace kvpool::kernels::avx512 {
@@ -96,8 +95,14 @@ const KernelTable& table() {
       .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), affine_keys(kAffine8),
                affine_keys(kAffine4), affine_keys(kAffine2), channel_keys(kChannel4),
                channel_keys(kChannel2)},
-      .values = {raw_values(kFp32), raw_values(kFp16), raw_values(kBf16), affine_values(kAffine8),
-                 affine_values(kAffine4), affine_values(kAffine2), {}, {}},
+      .values = {raw_values(kFp32),
+                 raw_values(kFp16),
+                 raw_values(kBf16),
+                 affine_values(kAffine8),
+                 affine_values(kAffine4),
+                 affine_values(kAffine2),
+                 {},
+                 {}},
       .max = max,
       .exp_sum = exp_sum,
       .soft_cap = soft_cap,

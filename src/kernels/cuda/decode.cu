@@ -25,7 +25,9 @@ KernelChoice choose_kernel(const Geometry& g, int sets) {
   return {};
 }
 
-int unit_tiles(const Geometry& g) { return is_kivi(g.sealed) ? 2 : 1; }
+int unit_tiles(const Geometry& g) {
+  return is_kivi(g.sealed) || g.sealed == Sealed::kInt2 || g.sealed == Sealed::kVecInfer2 ? 2 : 1;
+}
 
 /// What a raw tile costs beside a sealed unit.
 int raw_weight(const Geometry& g) {
@@ -40,7 +42,7 @@ int raw_weight(const Geometry& g) {
 bool supported(const Geometry& g) {
   const bool blocks = g.block_size == 16 || g.block_size == 32 || g.block_size == 64;
   return (g.head_dim == 64 || g.head_dim == 128) && blocks &&
-         !(is_kivi(g.sealed) && g.block_size == 16) && g.n_kv_heads > 0 &&
+         !(unit_tiles(g) == 2 && g.block_size == 16) && g.n_kv_heads > 0 &&
          g.n_heads % g.n_kv_heads == 0 && (g.group_size == 32 || g.group_size == 64) &&
          g.raw != Element::kFp32;
 }

@@ -42,7 +42,7 @@ struct Geometry {
   int n_heads = 0;
   int n_kv_heads = 0;
   int head_dim = 128;   // 64 or 128.
-  int block_size = 16;  // 16, 32 or 64; 32 or 64 for kivi.
+  int block_size = 16;  // 16, 32 or 64; 32 or 64 for codes of two bits and kivi.
   Sealed sealed = Sealed::kNone;
   int group_size = 32;  // 32 or 64, of the affine codes.
   Element raw = Element::kBf16;
@@ -100,9 +100,10 @@ struct DecodeLaunch {
   DecodeParams params{};
 };
 
-/// Decode attention, one query a sequence: softmax(scale * q . k) . v over the sequences' blocks, in
-/// fp32, rounded once. A sequence without tokens gives zeros. One kernel, no host synchronisation, no
-/// allocation: fit for capture, where tables, lengths and queries may change between replays.
+/// Decode attention, one query a sequence: softmax(scale * q . k) . v over the sequences' blocks,
+/// in fp32, rounded once. A sequence without tokens gives zeros. One kernel, no host
+/// synchronisation, no allocation: fit for capture, where tables, lengths and queries may change
+/// between replays.
 ///
 /// @param n_processors multiprocessors to use, as workspace_bytes() was asked with.
 /// @return cudaErrorNotSupported where there is no kernel for the geometry.

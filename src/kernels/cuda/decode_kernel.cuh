@@ -30,6 +30,12 @@
 /// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. The
 /// rows fill the 64 KB from address 65536: a code is the second byte of its codeword's address,
 /// which one byte permute makes.
+#ifndef KVPOOL_RAW_WARPS
+#define KVPOOL_RAW_WARPS 8
+#endif
+#ifndef KVPOOL_VQ_WARPS
+#define KVPOOL_VQ_WARPS 16
+#endif
 namespace kvpool::cuda {
 
 inline constexpr std::uint32_t kTable = 0x10000;
@@ -50,13 +56,11 @@ struct Config {
   static constexpr int kHeads = 4 * kSets;
   static constexpr int kSteps = kDim / 32;  // Of 32 channels.
   static constexpr int kGroups = kDim / kGroup;
-  /// Codes of less than 8 bits are subnormal fp16 numbers: the code over this.
-  static constexpr float kCodeUnit = kBits == 4 ? 0x1p18F : kBits == 2 ? 0x1p16F : 1.F;
-  /// Affine values are summed times this, so that scale * kCodeUnit fits fp16 for groups as wide as
-  /// 190.
+  /// Affine values are summed times this, so that the scale times 2^18 fits fp16 for groups as
+  /// wide as 48 (2 bits) or 240 (4 bits).
   static constexpr float kValueUnit = kVq || kRawOnly || kBits == 8 ? 1.F : 0x1p-6F;
   /// Tiles to a unit, which is what is copied at a time.
-  static constexpr int kUnit = kKivi ? 2 : 1;
+  static constexpr int kUnit = kRawOnly || kBits > 2 && !kKivi ? 1 : 2;
   static constexpr int kCodeBytes = kRawOnly ? 0 : code_bytes(kFormat, kDim);
   static constexpr int kKeyTile =
       kRawOnly ? kTileTokens * kDim * 2 : key_tile_bytes(kFormat, kDim, kGroup);
@@ -66,7 +70,7 @@ struct Config {
   static constexpr int kValuesAt = kHeader + kUnit * kKeyTile;
   static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
   static constexpr int kStage = kRangeAt + 16;
-  static constexpr int kWarps = kRawOnly ? 8 : kVq && kSets == 1 ? 24 : 16;
+  static constexpr int kWarps = kRawOnly ? KVPOOL_RAW_WARPS : kVq && kSets == 1 ? KVPOOL_VQ_WARPS : 16;
   static constexpr int kRingBytes = kVq ? 99 * 1024 : 216 * 1024;
   static constexpr int kStages =
       kRingBytes / (kWarps * kStage) > 5 ? 5 : kRingBytes / (kWarps * kStage);
@@ -101,14 +105,17 @@ struct Accumulator {
     }
   }
 
-  /// Scores (in powers of two) of tokens g and g + 8 to weights in the layout of an operand.
-  template <class P>
-  __device__ __forceinline__ void weigh(const float (&s)[C::kSets][2],
-                                        std::uint32_t (&b)[C::kSets][4], std::uint32_t select0,
-                                        std::uint32_t select1) {
+  /// Scores (in powers of two) of tokens g and g + 8 of each tile to weights in the layout of an
+  /// operand.
+  template <class P, int kTiles>
+  __device__ __forceinline__ void weigh(const float (&s)[kTiles][C::kSets][2],
+                                        std::uint32_t (&b)[kTiles][C::kSets][4],
+                                        std::uint32_t select0, std::uint32_t select1) {
 #pragma unroll
     for (int n = 0; n < C::kSets; ++n) {
-      float x = fmaxf(s[n][0], s[n][1]);
+      float x = fmaxf(s[0][n][0], s[0][n][1]);
+#pragma unroll
+      for (int t = 1; t < kTiles; ++t) x = fmaxf(x, fmaxf(s[t][n][0], s[t][n][1]));
       if (__any_sync(kAllLanes, x > m[n])) {
 #pragma unroll
         for (int d = 4; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
@@ -120,13 +127,16 @@ struct Accumulator {
 #pragma unroll
           for (int k = 0; k < 4; ++k) o[n][u][k] *= a;
       }
-      const float p0 = exp2_fast(s[n][0] - m[n]), p1 = exp2_fast(s[n][1] - m[n]);
-      l[n] += p0 + p1;
-      const std::uint32_t t0 = transpose8(pack16<P>(p0, p0)), t1 = transpose8(pack16<P>(p1, p1));
-      b[n][0] = __byte_perm(t0, 0, select0);
-      b[n][1] = __byte_perm(t0, 0, select1);
-      b[n][2] = __byte_perm(t1, 0, select0);
-      b[n][3] = __byte_perm(t1, 0, select1);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float p0 = exp2_fast(s[t][n][0] - m[n]), p1 = exp2_fast(s[t][n][1] - m[n]);
+        l[n] += p0 + p1;
+        const std::uint32_t t0 = transpose8(pack16<P>(p0, p0)), t1 = transpose8(pack16<P>(p1, p1));
+        b[t][n][0] = __byte_perm(t0, 0, select0);
+        b[t][n][1] = __byte_perm(t0, 0, select1);
+        b[t][n][2] = __byte_perm(t1, 0, select0);
+        b[t][n][3] = __byte_perm(t1, 0, select1);
+      }
     }
   }
 
@@ -378,21 +388,21 @@ struct RawTile {
         mma16<T>(b[n], x.z, y.z, x.w, y.w, q.b[n][i][2], q.b[n][i][3]);
       }
     }
-    float s[C::kSets][2];
+    float s[1][C::kSets][2];
 #pragma unroll
     for (int n = 0; n < C::kSets; ++n) {
-      s[n][0] = scale * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1]));
-      s[n][1] = scale * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3]));
+      s[0][n][0] = scale * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1]));
+      s[0][n][1] = scale * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3]));
     }
-    mask<C>(s, first, end, lane >> 2);
-    std::uint32_t w[C::kSets][4];
+    mask<C>(s[0], first, end, lane >> 2);
+    std::uint32_t w[1][C::kSets][4];
     acc.template weigh<T>(s, w, select0, select1);
 #pragma unroll
     for (int i = 0; i < C::kSteps / 2; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint4 x = value(4 * i + 2 * h), y = value(4 * i + 2 * h + 1);
-        acc.template add<T>(i, h, {x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}, w);
+        acc.template add<T>(i, h, {x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}, w[0]);
       }
   }
 };
@@ -442,7 +452,9 @@ struct SealedKeys {
         for (int n = 0; n < C::kSets; ++n) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            block.b[n][i][k] = as_word(__hmul2(as_half2(sw[k]), as_half2(q.b[n][i][k])));
+            const float shrink = 1.F / (1 << field_shift(2 * (2 * i + k / 2) + k % 2));
+            block.b[n][i][k] = as_word(__hmul2(__hmul2(as_half2(sw[k]), __float2half2_rn(shrink)),
+                                               as_half2(q.b[n][i][k])));
           }
 #pragma unroll
           for (int k = 0; k < 4; k += 2) {
@@ -540,9 +552,8 @@ struct SealedKeys {
 #pragma unroll
       for (int step = 0; step < 2 * C::kSteps; ++step) {
         const int word = step / (kPairs / 2) * 2, p = step % (kPairs / 2) * 2;
-        const std::uint32_t x0 = spread(codes.w[word], p), x1 = spread(codes.w[word], p + 1);
-        const std::uint32_t y0 = spread(codes.w[word + 1], p),
-                            y1 = spread(codes.w[word + 1], p + 1);
+        const std::uint32_t x0 = field(codes.w[word], p), x1 = field(codes.w[word], p + 1);
+        const std::uint32_t y0 = field(codes.w[word + 1], p), y1 = field(codes.w[word + 1], p + 1);
         const int i = step / 2, k = step % 2 * 2;
 #pragma unroll
         for (int n = 0; n < C::kSets; ++n) {
@@ -552,25 +563,31 @@ struct SealedKeys {
       }
 #pragma unroll
       for (int n = 0; n < C::kSets; ++n) {
-        s[n][0] = factor[n] * (C::kCodeUnit * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1])) +
+        s[n][0] = factor[n] * (0x1p24F * ((a[n][0] + b[n][0]) + (a[n][1] + b[n][1])) +
                                block.start[n]);
-        s[n][1] = factor[n] * (C::kCodeUnit * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3])) +
+        s[n][1] = factor[n] * (0x1p24F * ((a[n][2] + b[n][2]) + (a[n][3] + b[n][3])) +
                                block.start[n]);
       }
     }
   }
 
-  /// Pair p of a word as fp16, over kCodeUnit: the code's bits are the highest of a subnormal's.
-  static __device__ __forceinline__ std::uint32_t spread(std::uint32_t w, int p) {
-    constexpr int kTop = 10 - C::kBits;
-    const int left = kTop - C::kBits * p;
-    const std::uint32_t x = left >= 0 ? w << left : w >> -left;
-    return x & (C::kBits == 4 ? 0x03c003c0U : 0x03000300U);
+  /// Pair p of a word as subnormal fp16 numbers, near where it lies: the codes times
+  /// 2^(field_shift(p) - 24). A pair that would reach the exponent's bits is moved down first.
+  static constexpr int kFields = C::kBits == 4 ? 2 : 5;
+  static __host__ __device__ constexpr int field_shift(int p) {
+    return p % (16 / C::kBits) % kFields * C::kBits;
+  }
+  static __device__ __forceinline__ std::uint32_t field(std::uint32_t w, int p) {
+    const std::uint32_t x = w >> (p / kFields * kFields * C::kBits);
+    return x & (((1U << C::kBits) - 1) * 0x00010001U << field_shift(p));
   }
 };
 
 template <class C>
 struct SealedValues {
+  static __device__ __forceinline__ std::uint32_t shift(std::uint32_t w, int left) {
+    return left >= 0 ? w << left : w >> -left;
+  }
   static __device__ __forceinline__ void add(Accumulator<C>& acc,
                                              const std::uint32_t (&w)[C::kSets][4],
                                              const CodeWords<C>& codes, std::uint32_t at, int lane,
@@ -612,25 +629,28 @@ struct SealedValues {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int t = 2 * h + e;
+            // Codes of less than 8 bits are subnormal numbers, at bits 6 to 9 (bits 6 or 8).
             const __half2 pair = __hmul2(
                 as_half2(pairs[t][i]),
-                __floats2half2_rn(C::kCodeUnit * C::kValueUnit, C::kValueUnit));
+                __floats2half2_rn(C::kBits == 8 ? 1.F : 0x1p18F * C::kValueUnit, C::kValueUnit));
             const __half2 scale = __low2half2(pair), bias = __high2half2(pair);
+            const __half2 upper = __hmul2(scale, __float2half2_rn(0.25F));
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              std::uint32_t y;
               if constexpr (C::kBits == 8) {
-                y = __byte_perm(codes.w[(i * 4 + t) * 2 + k / 2], 0x64646464U,
-                                k % 2 ? 0x4342 : 0x4140);
+                std::uint32_t y = __byte_perm(codes.w[(i * 4 + t) * 2 + k / 2], 0x64646464U,
+                                              k % 2 ? 0x4342 : 0x4140);
                 y = as_word(__hsub2(as_half2(y), __float2half2_rn(1024.F)));
+                x[e][k] = as_word(__hfma2(as_half2(y), scale, bias));
               } else if constexpr (C::kBits == 4) {
-                y = SealedKeys<C>::spread(codes.w[i * 4 + t], k);
-              } else if constexpr (C::kDim == 64) {
-                y = SealedKeys<C>::spread(codes.w[t / 2], t % 2 * 4 + k);
+                const std::uint32_t y = shift(codes.w[i * 4 + t], 6 - 4 * k) & 0x03c003c0U;
+                x[e][k] = as_word(__hfma2(as_half2(y), scale, bias));
               } else {
-                y = SealedKeys<C>::spread(codes.w[t], i * 4 + k);
+                const int p = C::kDim == 64 ? t % 2 * 4 + k : i * 4 + k;
+                const std::uint32_t y = shift(codes.w[C::kDim == 64 ? t / 2 : t], 6 - p / 2 * 4) &
+                                        (p % 2 ? 0x03000300U : 0x00c000c0U);
+                x[e][k] = as_word(__hfma2(as_half2(y), p % 2 ? upper : scale, bias));
               }
-              x[e][k] = as_word(__hfma2(as_half2(y), scale, bias));
             }
           }
           acc.template add<__half>(i, h, x[0], x[1], w);
@@ -753,6 +773,17 @@ __device__ __forceinline__ void store(void* out, Element type, std::size_t at, f
   }
 }
 
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) x += __shfl_xor_sync(kAllLanes, x, d);
+  return x;
+}
+
 /// Raw tiles beside sealed ones: few, read straight from memory. Not inlined, so that the loop over
 /// sealed tiles has the registers to itself.
 template <class C>
@@ -791,23 +822,32 @@ __device__ __noinline__ void attend_raw(Accumulator<C>* result, const BlockEntry
   *result = acc;
 }
 
+/// A thread's codeword: of the keys for the first 256, of the values for the next.
+__device__ __forceinline__ uint2 load_codeword(const DecodeParams& p, int kv_head) {
+  const int k = p.codebook_per_head ? kv_head * 256 : 0, code = threadIdx.x & 255;
+  if (threadIdx.x < 256) {
+    const auto w = __ldg(reinterpret_cast<const std::uint32_t*>(p.key_codebook) + k + code);
+    return make_uint2(w, w);
+  }
+  return __ldg(static_cast<const uint2*>(p.value_codebook) + k + code);
+}
+__device__ __forceinline__ void fill_table(uint2 w) {
+  const std::uint32_t row = kTable + (threadIdx.x & 255) * 256 + (threadIdx.x < 256 ? 0 : 128);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    sts128(row + ((k + threadIdx.x) & 7) * 16, make_uint4(w.x, w.y, w.x, w.y));
+  }
+}
+
+/// Zeros for sequences without tokens, shared out among the blocks.
 template <class C>
-__device__ __forceinline__ void fill_table(const DecodeParams& p, int kv_head) {
-  const std::size_t row = p.codebook_per_head ? std::size_t(kv_head) * 256 : 0;
-  const auto* keys = reinterpret_cast<const std::uint32_t*>(p.key_codebook) + row;
-  const auto* values = static_cast<const uint2*>(p.value_codebook) + row;
-#pragma unroll 4
-  for (int k = threadIdx.x; k < 256 * 16; k += C::kThreads) {
-    const int code = k / 16, piece = k % 16;
-    uint4 v;
-    if (piece < 8) {
-      const std::uint32_t w = __ldg(keys + code);
-      v = make_uint4(w, w, w, w);
-    } else {
-      const uint2 w = __ldg(values + code);
-      v = make_uint4(w.x, w.y, w.x, w.y);
+__device__ __noinline__ void zero_empty(const DecodeParams& p, int n_blocks) {
+  for (int s = blockIdx.x; s < p.n_sequences; s += n_blocks) {
+    if (p.cost_before[s + 1] != p.cost_before[s]) continue;
+    const int row = p.n_kv_heads * p.group * C::kDim;
+    for (int k = threadIdx.x; k < row; k += C::kThreads) {
+      store(p.out, p.out_type, static_cast<std::size_t>(s) * row + k, 0.F);
     }
-    sts128(kTable + k * 16, v);
   }
 }
 
@@ -827,19 +867,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
   __shared__ __align__(16) std::uint32_t raw_query[Query16<C, T>::kBytes / 4];
   __shared__ __align__(16) std::uint32_t sealed_query[SealedQuery::kBytes / 4];
 
-  for (int s = blockIdx.x; s < p.n_sequences; s += gridDim.x) {
-    if (p.cost_before[s + 1] != p.cost_before[s]) continue;
-    const int row = p.n_kv_heads * p.group * C::kDim;
-    for (int k = threadIdx.x; k < row; k += C::kThreads) {
-      store(p.out, p.out_type, std::size_t(s) * row + k, 0.F);
-    }
-  }
-
   // The line, in equal stretches: the first `longer` blocks have one unit more.
   const int head_cost = p.cost_before[p.n_sequences];
   const int all = head_cost * p.n_kv_heads * p.chunks;
   const int n_blocks = min(static_cast<int>(gridDim.x), (all + C::kWarps - 1) / C::kWarps);
-  if (static_cast<int>(blockIdx.x) >= n_blocks) return;
+  if (static_cast<int>(blockIdx.x) >= n_blocks) {
+    if (n_blocks == 0) zero_empty<C>(p, gridDim.x);
+    return;
+  }
   const int share = all / n_blocks, longer = all % n_blocks;
   const auto start_of = [&](int b) { return b * share + min(b, longer); };
   const int low = start_of(blockIdx.x), high = start_of(blockIdx.x + 1);
@@ -894,6 +929,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     // Raw tiles take the warps from the first on, sealed ones go on where those end.
     const int first_warp = C::kRawOnly ? 0 : (raw_to - raw_from) % C::kWarps;
     const int turn = warp >= first_warp ? warp - first_warp : warp - first_warp + C::kWarps;
+    uint2 codeword{};
+    bool new_table = false;
+    if constexpr (C::kVq) {
+      static_assert(C::kThreads >= 512);
+      new_table = threadIdx.x < 512 &&
+                  (table_head < 0 || (p.codebook_per_head && table_head != kv_head));
+      if (new_table) codeword = load_codeword(p, kv_head);
+      table_head = kv_head;
+    }
     if constexpr (C::kRawOnly) {
       ring.begin(raw_from + turn, raw_to, p.blocks + entry.first_raw, kv_head * p.raw_stride,
                  kv_head * p.raw_stride);
@@ -915,10 +959,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       }
     }
     if constexpr (C::kVq) {
-      if (table_head < 0 || (p.codebook_per_head && table_head != kv_head)) {
-        fill_table<C>(p, kv_head);
-        table_head = kv_head;
-      }
+      if (new_table) fill_table(codeword);
     }
     __syncthreads();
 
@@ -978,22 +1019,32 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
           const uint2 range = lds64(unit + C::kRangeAt);
           typename SealedKeys<C>::Block block;
           SealedKeys<C>::begin(block, q, unit, lane);
+          const auto key_at = [&](int t) { return unit + C::kHeader + t * C::kKeyTile; };
+          const auto value_at = [&](int t) { return unit + C::kValuesAt + t * C::kValueTile; };
+          CodeWords<C> keys[C::kUnit], values[C::kUnit];
+#pragma unroll
+          for (int t = 0; t < C::kUnit; ++t) keys[t].load(key_at(t), lane);
+          float s[C::kUnit][C::kSets][2];
 #pragma unroll
           for (int t = 0; t < C::kUnit; ++t) {
-            const std::uint32_t key_at = unit + C::kHeader + t * C::kKeyTile,
-                                value_at = unit + C::kValuesAt + t * C::kValueTile;
-            CodeWords<C> keys, values;
-            keys.load(key_at, lane);
-            values.load(value_at, lane);
-            float s[C::kSets][2];
-            SealedKeys<C>::scores(s, q, block, factor, keys, key_at, lane, key_row);
+            SealedKeys<C>::scores(s[t], q, block, factor, keys[t], key_at(t), lane, key_row);
 #pragma unroll
-            for (int n = 0; n < C::kSets; ++n) s[n][0] += bias[n], s[n][1] += bias[n];
-            mask<C>(s, static_cast<int>(range.x) - t * kTileTokens,
-                    static_cast<int>(range.y) - t * kTileTokens, g);
-            std::uint32_t w[C::kSets][4];
-            acc.template weigh<__half>(s, w, select0, select1);
-            SealedValues<C>::add(acc, w, values, value_at, lane, value_row);
+            for (int n = 0; n < C::kSets; ++n) s[t][n][0] += bias[n], s[t][n][1] += bias[n];
+          }
+#pragma unroll
+          for (int t = 0; t < C::kUnit; ++t) values[t].load(value_at(t), lane);
+          const int first = static_cast<int>(range.x), end = static_cast<int>(range.y);
+          if (first > 0 || end < C::kUnit * kTileTokens) {
+#pragma unroll
+            for (int t = 0; t < C::kUnit; ++t) {
+              mask<C>(s[t], first - t * kTileTokens, end - t * kTileTokens, g);
+            }
+          }
+          std::uint32_t w[C::kUnit][C::kSets][4];
+          acc.template weigh<__half>(s, w, select0, select1);
+#pragma unroll
+          for (int t = 0; t < C::kUnit; ++t) {
+            SealedValues<C>::add(acc, w[t], values[t], value_at(t), lane, value_row);
           }
         }
       }
@@ -1020,19 +1071,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       }
     }
     __syncthreads();
-    if (threadIdx.x < C::kHeads) {
-      const int h = threadIdx.x;
-      float m = kLowest, l = 0;
-#pragma unroll
-      for (int w = 0; w < C::kWarps; ++w) m = fmaxf(m, merge_m[w * C::kHeads + h]);
-#pragma unroll
-      for (int w = 0; w < C::kWarps; ++w) {
-        const float f = exp2_fast(merge_m[w * C::kHeads + h] - m);
-        merge_f[w * C::kHeads + h] = f;
-        l += f * merge_l[w * C::kHeads + h];
+    if (warp < C::kHeads) {
+      const float own = lane < C::kWarps ? merge_m[lane * C::kHeads + warp] : kLowest;
+      const float m = warp_max(own), f = exp2_fast(own - m);
+      const float l = warp_sum(lane < C::kWarps ? f * merge_l[lane * C::kHeads + warp] : 0.F);
+      if (lane < C::kWarps) merge_f[warp * C::kWarps + lane] = f;
+      if (lane == 0) {
+        merge_total[warp] = m;
+        merge_total[C::kHeads + warp] = l;
       }
-      merge_total[h] = m;
-      merge_total[C::kHeads + h] = l;
     }
     __syncthreads();
     const bool whole = at == seq_low && stop == seq_high;
@@ -1043,7 +1090,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       float x = 0;
 #pragma unroll
       for (int w = 0; w < C::kWarps; ++w) {
-        x += merge_f[w * C::kHeads + h] * merge_o[(w * C::kHeads + h) * C::kMergeStride + d];
+        x += merge_f[h * C::kWarps + w] * merge_o[(w * C::kHeads + h) * C::kMergeStride + d];
       }
       x *= 1.F / C::kValueUnit;
       if (whole) {
@@ -1063,42 +1110,59 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         return x < cut ? x / (share + 1) : longer + (x - cut) / share;
       };
       const int first = block_of(seq_low), last = block_of(seq_high - 1);
-      __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
         int* counter = counters + static_cast<std::size_t>(head) * p.n_sequences + seq;
-        const bool mine = atomicAdd(counter, 1) == last - first;
+        // Releases what the block wrote, which the barrier ordered before it, and acquires what
+        // other blocks did.
+        int before;
+        asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;"
+                     : "=r"(before)
+                     : "l"(counter)
+                     : "memory");
+        const bool mine = before == last - first;
         if (mine) *counter = 0;
-        __threadfence();
         is_last = mine;
       }
       __syncthreads();
       if (is_last) {
         const auto slot_of = [&](int b) {
-          return slots + (2 * static_cast<std::size_t>(b) +
-                          (seq_low <= start_of(b) ? 0 : 1)) *
+          return slots + (2 * static_cast<std::size_t>(b) + (seq_low <= start_of(b) ? 0 : 1)) *
                              kSlotFloats;
         };
-        for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
-          const int h = k / C::kDim;
-          float m = kLowest, l = 0, x = 0;
-#pragma unroll 4
-          for (int b = first; b <= last; ++b) {
-            const float* s = slot_of(b);
-            const float mb = __ldcg(s + C::kHeads * C::kDim + h),
-                        lb = __ldcg(s + C::kHeads * C::kDim + C::kHeads + h), xb = __ldcg(s + k);
-            const float next = fmaxf(m, mb), fa = exp2_fast(m - next), fb = exp2_fast(mb - next);
+        const int n = last - first + 1;
+        float* parts = merge_o;  // A factor a head and block.
+        if (warp < n_heads) {
+          float m = kLowest, l = 0;
+          for (int b = lane; b < n; b += 32) {
+            const float* s = slot_of(first + b) + C::kHeads * C::kDim + warp;
+            const float own = __ldcg(s), more = __ldcg(s + C::kHeads), next = fmaxf(m, own);
+            l = l * exp2_fast(m - next) + more * exp2_fast(own - next);
             m = next;
-            l = l * fa + lb * fb;
-            x = x * fa + xb * fb;
+            parts[b * C::kHeads + warp] = own;
           }
-          store(p.out, p.out_type, row * C::kDim + k, l > 0 ? x / l : 0.F);
+          const float top = warp_max(m);
+          l = warp_sum(l * exp2_fast(m - top));
+          const float inverse = l > 0 ? 1.F / l : 0.F;
+          for (int b = lane; b < n; b += 32) {
+            parts[b * C::kHeads + warp] = inverse * exp2_fast(parts[b * C::kHeads + warp] - top);
+          }
+        }
+        __syncthreads();
+        for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
+          float x = 0;
+#pragma unroll 8
+          for (int b = 0; b < n; ++b) {
+            x += parts[b * C::kHeads + k / C::kDim] * __ldcg(slot_of(first + b) + k);
+          }
+          store(p.out, p.out_type, row * C::kDim + k, x);
         }
       }
     }
     __syncthreads();
     at = stop;
   }
+  zero_empty<C>(p, n_blocks);
 }
 
 /// What prepare() asks of each format's file.

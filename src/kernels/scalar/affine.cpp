@@ -55,7 +55,8 @@ void decode(const PartShape& shape, const std::byte* part, int first_token, int 
     const std::byte* const biases = scales + group_bytes(shape, tile.n_tokens) / 2;
     for (int d = 0; d < dim; ++d) {
       const std::size_t at = as_size(d / shape.group_size * tile.n_tokens + t);
-      const float code = read_code<kBits>(codes, code_place(kRole, kBits, tile.n_tokens, dim, t, d));
+      const float code =
+          read_code<kBits>(codes, code_place(kRole, kBits, tile.n_tokens, dim, t, d));
       rows[d] = codec::half_to_float(read_half(scales, at)) * code +
                 codec::half_to_float(read_half(biases, at));
     }

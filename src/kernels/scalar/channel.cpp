@@ -72,8 +72,6 @@ constexpr KeyKernels kKeys = {encode<kBits>, decode<kBits>, query_bytes, copy_qu
 
 }  // namespace
 
-KeyKernels channel_keys(Layout layout) {
-  return layout == Layout::kChannel4 ? kKeys<4> : kKeys<2>;
-}
+KeyKernels channel_keys(Layout layout) { return layout == Layout::kChannel4 ? kKeys<4> : kKeys<2>; }
 
 }  // namespace kvpool::kernels::scalar

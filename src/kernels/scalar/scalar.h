@@ -17,8 +17,7 @@ KeyKernels channel_keys(Layout layout);
 
 /// For kernels that use the queries as they come.
 std::size_t query_bytes(const PartShape& shape, int n_queries);
-void copy_queries(const PartShape& shape, const float* queries, int n_queries,
-                  std::byte* prepared);
+void copy_queries(const PartShape& shape, const float* queries, int n_queries, std::byte* prepared);
 
 /// scores() and accumulate() by way of a decode() of each row.
 using Decode = void (*)(const PartShape&, const std::byte*, int, int, float*);

@@ -98,13 +98,18 @@ class ByLevel : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(ByLevel, EachGroupOfHeads) {
-  for (const Sizes sizes : {Sizes{3, 3, 64, 64}, {9, 3, 64, 64}, {4, 1, 64, 64}, {16, 2, 128, 128},
-                            {20, 1, 64, 64}, {2, 1, 128, 64}, {2, 1, 40, 80}}) {
+  for (const Sizes sizes : {Sizes{3, 3, 64, 64},
+                            {9, 3, 64, 64},
+                            {4, 1, 64, 64},
+                            {16, 2, 128, 128},
+                            {20, 1, 64, 64},
+                            {2, 1, 128, 64},
+                            {2, 1, 40, 80}}) {
     for (const Format& format : {Format{kBf16}, Format{kInt8}, Format{kInt2}, Format{kKivi4}}) {
       Problem problem{.sizes = sizes};
       problem.add_sequence().append(75, 16, format, format, 9);
-      SCOPED_TRACE(::testing::Message() << sizes.n_heads << "/" << sizes.n_kv_heads << " "
-                                        << testing::label(format));
+      SCOPED_TRACE(::testing::Message()
+                   << sizes.n_heads << "/" << sizes.n_kv_heads << " " << testing::label(format));
       expect_right(problem, GetParam(), kPacked);
       if (HasFatalFailure()) return;
     }

@@ -98,8 +98,8 @@ TEST_P(Masks, BooleanArrays) {
     p.mask = strided(Mask::Kind::kBool, values.get(), broadcast, 4, n_queries(), kKeys);
     p.mask_function = [&](std::size_t s, int h, int i, std::int64_t at) -> std::optional<float> {
       const auto& strides = p.mask.strides;
-      const bool seen = values[static_cast<std::size_t>(
-          static_cast<std::int64_t>(s) * strides[0] + h * strides[1] + i * strides[2] + at)];
+      const bool seen = values[static_cast<std::size_t>(static_cast<std::int64_t>(s) * strides[0] +
+                                                        h * strides[1] + i * strides[2] + at)];
       return seen ? std::optional(0.0F) : std::nullopt;
     };
     expect_right(p, level(), 1e-3);

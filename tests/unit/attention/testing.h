@@ -33,8 +33,8 @@ class TestSequence {
       ref.block_size = block_size;
       ref.key_format = keys;
       ref.value_format = values;
-      ref.keys = add_block({keys, codec::Role::kKeys, block_size, sizes_.head_dim}, n, seed++,
-                           key_rows_);
+      ref.keys =
+          add_block({keys, codec::Role::kKeys, block_size, sizes_.head_dim}, n, seed++, key_rows_);
       ref.values = add_block({values, codec::Role::kValues, block_size, sizes_.value_dim}, n,
                              seed++, value_rows_);
       refs_.push_back(ref);
@@ -54,11 +54,13 @@ class TestSequence {
   }
   float key(std::size_t token, int kv_head, int d) const {
     return key_rows_[(token * as_size(sizes_.n_kv_heads) + as_size(kv_head)) *
-                         as_size(sizes_.head_dim) + as_size(d)];
+                         as_size(sizes_.head_dim) +
+                     as_size(d)];
   }
   float value(std::size_t token, int kv_head, int d) const {
     return value_rows_[(token * as_size(sizes_.n_kv_heads) + as_size(kv_head)) *
-                           as_size(sizes_.value_dim) + as_size(d)];
+                           as_size(sizes_.value_dim) +
+                       as_size(d)];
   }
 
  private:
@@ -81,10 +83,10 @@ class TestSequence {
       std::vector<float> back(as_size(n_tokens) * dim);
       codec::decode(geometry, part, 0, n_tokens, back.data());
       for (std::size_t t = 0; t < as_size(n_tokens); ++t) {
-        std::copy_n(back.begin() + std::ptrdiff_t(t * dim), dim,
-                    decoded_rows.begin() +
-                        std::ptrdiff_t(start + (t * as_size(sizes_.n_kv_heads) + as_size(head)) *
-                                                   dim));
+        std::copy_n(
+            back.begin() + std::ptrdiff_t(t * dim), dim,
+            decoded_rows.begin() +
+                std::ptrdiff_t(start + (t * as_size(sizes_.n_kv_heads) + as_size(head)) * dim));
       }
     }
     blocks_.push_back(std::move(block));
@@ -124,8 +126,8 @@ struct Problem {
 };
 
 /// One query of one head over the decoded rows, in double.
-inline std::vector<double> reference_row(const Problem& problem, std::size_t s, int head,
-                                         int query, const float* q) {
+inline std::vector<double> reference_row(const Problem& problem, std::size_t s, int head, int query,
+                                         const float* q) {
   const TestSequence& sequence = *problem.sequences[s];
   const int kv_head = head / (problem.sizes.n_heads / problem.sizes.n_kv_heads);
   const std::int64_t position = sequence.ref(problem.n_queries).query_position + query;
@@ -180,14 +182,13 @@ inline void expect_right(const Problem& problem, const std::string& level, doubl
   const std::size_t element = problem.dtype == attention::DType::kFp32 ? 4 : 2;
 
   // (batch, query, head, dim), as a projection leaves them.
-  const auto queries = random_rows(static_cast<int>(n_batch * n_queries * n_heads),
-                                   problem.sizes.head_dim, 99);
+  const auto queries =
+      random_rows(static_cast<int>(n_batch * n_queries * n_heads), problem.sizes.head_dim, 99);
   std::vector<std::byte> stored(queries.size() * element);
   attention::store_elements(problem.dtype, queries.data(), queries.size(), stored.data(), 0);
   std::vector<float> rounded(queries.size());
   attention::load_elements(problem.dtype, stored.data(), 0, rounded.size(), rounded.data());
-  std::vector<std::byte> out(n_batch * n_queries * n_heads * value_dim * element,
-                             std::byte{0xFF});
+  std::vector<std::byte> out(n_batch * n_queries * n_heads * value_dim * element, std::byte{0xFF});
 
   std::vector<attention::SequenceRef> refs;
   for (const auto& sequence : problem.sequences) {

@@ -73,8 +73,7 @@ void expect_documented_words(Code code) {
   for (std::size_t t = 0; t < 32; ++t) {
     for (std::size_t d = 0; d < kDim; ++d) {
       const std::size_t in_tile = t % 16;
-      const std::uint32_t word =
-          word_at(part, t / 16 * tile_words + in_tile / kPerWord * kDim + d);
+      const std::uint32_t word = word_at(part, t / 16 * tile_words + in_tile / kPerWord * kDim + d);
       ASSERT_EQ(static_cast<float>(word >> (in_tile % kPerWord * kBits) & kSteps),
                 rows[t * kDim + d]);
     }
@@ -160,9 +159,9 @@ TEST(Encodable, IsWhatIsFiniteAndFitsFp16) {
   elements[43] = -65504.0F;
   EXPECT_TRUE(encodable(elements));
   EXPECT_TRUE(encodable({}));
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(),
-                          std::numeric_limits<float>::infinity(),
-                          -std::numeric_limits<float>::infinity(), 65505.0F, -1e20F}) {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity(), 65505.0F, -1e20F}) {
     elements[99] = bad;
     EXPECT_FALSE(encodable(elements)) << bad;
   }

@@ -63,8 +63,7 @@ void expect_within_half_a_step(const PartGeometry& geometry, const std::vector<f
       const auto i = static_cast<std::size_t>(t * geometry.head_dim + d);
       const Range range = range_of(geometry, rows, t, d);
       const double ulp = std::max(std::fabs(double{range.low}) * 0x1p-10, 0x1p-24);
-      const double step =
-          (double{range.high} - range.low + ulp) / n_steps(geometry.format.code);
+      const double step = (double{range.high} - range.low + ulp) / n_steps(geometry.format.code);
       const double bound = 0.5 * (step * (1.0 + 0x1p-10) + 0x1p-24) +
                            1e-6 * (std::fabs(range.low) + std::fabs(range.high));
       ASSERT_LE(std::fabs(back[i] - rows[i]), bound)
@@ -176,7 +175,8 @@ TEST_P(Coding, OneFlatGroupBesideNormalOnes) {
     const auto back = decoded(table(), geometry, encoded(table(), geometry, rows));
     expect_within_half_a_step(geometry, rows, back);
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      if (i % static_cast<std::size_t>(geometry.head_dim) < 32 && geometry.format.group_size == 32) {
+      if (i % static_cast<std::size_t>(geometry.head_dim) < 32 &&
+          geometry.format.group_size == 32) {
         ASSERT_EQ(back[i], 0.5F);
       }
     }

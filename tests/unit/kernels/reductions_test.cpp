@@ -37,8 +37,7 @@ TEST_P(Reductions, ExpSumIsExpOfEachAndTheirSum) {
       const double expected = std::exp(double{before[i]} - 3.0);
       expected_sum += expected;
       // Relative to the weight of the largest the error of a small one is nothing.
-      const double relative =
-          expected == 0.0 ? 0.0 : 1e-6 + 2e-7 * std::fabs(before[i] - 3.0);
+      const double relative = expected == 0.0 ? 0.0 : 1e-6 + 2e-7 * std::fabs(before[i] - 3.0);
       ASSERT_NEAR(values[i], expected, relative * expected + 1e-37) << before[i];
     }
     EXPECT_EQ(values[n], 0.5F);

@@ -119,8 +119,7 @@ TEST_P(Products, SumsAreOfTheDecodedValues) {
             double expected = 1.0;
             double size = 0.0;
             for (std::size_t c = 0; c < parts.n_columns; ++c) {
-              const double product =
-                  double{weights[q * stride + c]} * parts.rows[c * dim + d];
+              const double product = double{weights[q * stride + c]} * parts.rows[c * dim + d];
               expected += product;
               size += std::fabs(product);
             }

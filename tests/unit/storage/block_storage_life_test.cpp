@@ -24,6 +24,8 @@ struct Change {
   const char* to;
 };
 
+void PrintTo(const Change& change, std::ostream* out) { *out << change.from << "_to_" << change.to; }
+
 class RecycledBlock : public ::testing::TestWithParam<Change> {};
 
 TEST_P(RecycledBlock, ShowsNothingOfItsLastUser) {
@@ -51,7 +53,10 @@ INSTANTIATE_TEST_SUITE_P(FormatChanges, RecycledBlock,
                          ::testing::Values(Change{"fp16", "int8"}, Change{"int8", "fp16"},
                                            Change{"fp16", "int4"}, Change{"fp16", "fp16"},
                                            Change{"fp16", "bf16"}, Change{"fp32", "fp16"},
-                                           Change{"int4", "int4"}, Change{"int2", "fp32"}));
+                                           Change{"int4", "int4"}, Change{"int2", "fp32"}),
+                         [](const auto& test) {
+                           return std::string(test.param.from) + "_to_" + test.param.to;
+                         });
 
 TEST(BlockLife, ReadBeforeAnyWriteIsZero) {
   const auto pool = pool_of(4);
