@@ -12,26 +12,23 @@ demo: build  ## The main job on the default model.
 	@$(BIN)/kvpool generate --max-tokens 160 \
 	  --prompt "Explain in a few sentences why the sky is blue and sunsets are red."
 
-test: build build/install/.wheel  ## Every test: C++, Python, installed package.
+test: build  ## Every test: C++, Python, installed package.
 	cmake --preset dev
 	cmake --build --preset dev
 	ctest --preset dev
 	$(BIN)/python -m pytest
-	$(BIN)/python tests/install/run.py build/install
+	$(BIN)/python tests/install/run.py build/wheel build/install
 
 build: build/.installed  ## kvpool in .venv.
 
 build/.installed: $(VENV)/.ready $(SOURCES)
-	@echo "==> building and installing kvpool into $(VENV)"
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation .
-	@touch $@
-
-# As pip makes it from a checkout, with a build environment of its own.
-build/install/.wheel: $(VENV)/.ready $(SOURCES)
-	@echo "==> building the wheel"
-	rm -rf build/install && mkdir -p build/install
-	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir build/install \
-	  -C build-dir=build/install/wheel .
+	@echo "==> building kvpool and installing it into $(VENV)"
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation \
+	  --wheel-dir build/wheel .
+	$(BIN)/python -m pip install --disable-pip-version-check build/wheel/kvpool-*.whl
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --force-reinstall \
+	  --quiet build/wheel/kvpool-*.whl
 	@touch $@
 
 setup: $(VENV)/.ready  ## System packages and .venv.

@@ -23,7 +23,6 @@ bool spin_until(const Condition& condition) {
     for (int i = 0; i < 64; ++i) {
       if (condition()) return true;
     }
-    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() < end);
   return false;
 }

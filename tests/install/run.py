@@ -1,10 +1,10 @@
 """The installed packages, as their users meet them.
 
-    python tests/install/run.py FOLDER
+    python tests/install/run.py WHEEL_FOLDER FOLDER
 
 C++: ``cmake --install`` into FOLDER/prefix, then a consumer that finds the package there is built
-and run. Python: the wheel in FOLDER is installed into a clean environment in FOLDER/venv, where the command
-and the import are run.
+and run. Python: the wheel in WHEEL_FOLDER is installed into a clean environment in FOLDER/venv, where the
+command and the import are run.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def cpp_package(folder: Path) -> None:
     run(build / "mlx_consumer")
 
 
-def python_package(folder: Path) -> None:
+def python_package(wheels: Path, folder: Path) -> None:
     environment = folder / "venv"
     python = environment / "bin/python"
     if not python.exists():
         venv.create(environment, with_pip=True)
-    (wheel,) = folder.glob("kvpool-*.whl")
+    (wheel,) = wheels.glob("kvpool-*.whl")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     run(*pip, wheel)
     run(*pip, "--no-deps", "--force-reinstall", wheel)
@@ -56,10 +56,10 @@ def python_package(folder: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
+    wheels, folder = (Path(argument).resolve() for argument in sys.argv[1:])
     folder.mkdir(parents=True, exist_ok=True)
     cpp_package(folder)
-    python_package(folder)
+    python_package(wheels, folder)
     print("install: 2 passed, 0 failed")
 
 

@@ -45,7 +45,7 @@ def test_a_packed_format_holds_less(tiny, format):
     raw, packed = generate(tiny, *options), generate(tiny, *options, "--format", format)
     assert packed["format"] | {"keys": format, "values": format, "window": 32, "sink": 4} == packed["format"]
     assert packed["pool"]["blocks_held"] == raw["pool"]["blocks_held"]
-    assert packed["bytes_held"] < raw["bytes_held"] / 2
+    assert packed["bytes_held"] < raw["bytes_held"] * (0.6 if format == "int8" else 0.4)
     for report in (raw, packed):
         assert report["bytes_per_token"] == report["bytes_held"] / report["tokens_held"]
         assert report["bytes_peak"] >= report["bytes_held"]

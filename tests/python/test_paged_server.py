@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import threading
 import urllib.request
@@ -62,7 +63,7 @@ class Provider(server.ModelProvider):
 
 @pytest.fixture
 def served(default_model):
-    """(address, storage, prompt cache) of a server that runs."""
+    """(address, storage, prompt cache, generator) of a server that runs."""
     model, tokenizer, _ = default_model
     storage = PagedStorage(BlockPoolAllocator(PoolConfig(block_size=16, n_blocks=64, grow_on_exhaustion=True)))
     paged.attach(model, storage, format="int8", window=16)
@@ -71,13 +72,20 @@ def served(default_model):
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: server.APIHandler(generator, *args))
     thread = threading.Thread(target=httpd.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{httpd.server_address[1]}", storage, kept
+    yield f"http://127.0.0.1:{httpd.server_address[1]}", storage, kept, generator
     httpd.shutdown()
     httpd.server_close()
     generator.stop_and_join()
     thread.join()
     object.__delattr__(model, "make_cache")
     paged.uninstall()
+
+
+def entries(kept):
+    """The caches that the server keeps for prompts to come."""
+    for queue in kept._lru._lrus.values():
+        for model, tokens in queue:
+            yield kept._trie.get(model, tokens).prompt_cache
 
 
 def ask(address, prompt):
@@ -88,7 +96,7 @@ def ask(address, prompt):
 
 
 def test_concurrent_requests_are_answered_and_leak_no_block(served):
-    address, storage, kept = served
+    address, storage, kept, generator = served
     start = "The history of the city begins when the first settlers came down the river and built "
     prompts = [start + "a bridge", start + "a mill beside it", "One, two, three,", start + "a church"]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -98,7 +106,11 @@ def test_concurrent_requests_are_answered_and_leak_no_block(served):
     assert again["choices"][0]["text"] == answers[0]["choices"][0]["text"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert len(kept) >= 1 and storage.pool.stats.blocks_in_use() > 0
+    generator.stop_and_join()
+    held = {id(cache): cache for entry in entries(kept) for cache in entry}
+    assert storage.pool.stats.blocks_in_use() <= sum(2 * -(-cache.offset // 16) for cache in held.values())
+    del held
     kept.trim_to(n_sequences=0)
-    ask(address, "x")  # the batch lets go of its last members
-    kept.trim_to(n_sequences=0)
+    gc.collect()  # requests that the generation thread's frames held
     assert storage.pool.stats.blocks_in_use() == 0
+    assert storage.resident_bytes() == 0
