@@ -18,7 +18,8 @@ void bind_paged_kv_cache(nb::module_& m) {
   nb::class_<PagedStorage>(
       m, "PagedStorage",
       "What the paged caches of all layers and requests share: the pool that counts their blocks and\n"
-      "the memory that the blocks lie in. Thread-safe.")
+      "the memory that the blocks lie in. Its caches are used by one thread at a time, and handed over\n"
+      "to another after mx.eval(cache.state).")
       .def(nb::init<std::shared_ptr<BlockPoolAllocator>, std::shared_ptr<MlxBufferPool>>(),
            "pool"_a, "buffers"_a.none() = nb::none())
       .def_prop_ro("pool", &PagedStorage::pool)

@@ -67,7 +67,7 @@ struct PagedRowImage {
 /// with forks by reference and copied when one side writes.
 ///
 /// Ops are lazy and run on the CPU stream in use, or the CPU's default one. Nothing here evaluates an
-/// array. Not thread-safe; the storage may be shared between threads.
+/// array. Not thread-safe: caches of one storage are used by one thread at a time (PagedStorage).
 class PagedKVCache {
  public:
   using KeysAndValues = std::pair<mlx::core::array, mlx::core::array>;

@@ -13,8 +13,9 @@ class BlockMemory;
 }  // namespace detail
 
 /// What the paged caches of all layers and requests share: the pool that counts their blocks and the
-/// memory that the blocks lie in. Thread-safe; but ops on its blocks hang together, and MLX wants what
-/// hangs together evaluated by one thread at a time.
+/// memory that the blocks lie in. Its own members are thread-safe. Ops on its blocks hang together, and
+/// MLX's streams belong to threads: caches of one storage are used by one thread at a time, and handed
+/// over after mx::eval(cache.pending()).
 class PagedStorage {
  public:
   /// @param buffers  where memory comes from; a pool of its own if null.

@@ -105,7 +105,7 @@ class PagedKVCache(_Paged):
     it ``update_and_fetch`` gathers them into plain arrays, which works everywhere, slower.
 
     ``copy.deepcopy`` is a fork: it shares every block by reference, and copies the open one when a side
-    appends. Not thread-safe; the storage may be shared between threads.
+    appends. Not thread-safe: caches of one storage are used by one thread at a time.
     """
 
     def __init__(self, storage: PagedStorage, config: PagedKVCacheConfig | None = None, owner: int | None = None):

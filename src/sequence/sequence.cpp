@@ -22,6 +22,14 @@ void make_room(std::vector<T>& list, std::size_t n) {
   if (list.capacity() - list.size() < n) list.reserve(std::max(list.size() + n, 2 * list.size()));
 }
 
+/// A block that was freed elsewhere and is somebody else's by now is passed over.
+void mark_used(BlockPoolAllocator& pool, const Block& hold, std::int64_t n_tokens) noexcept {
+  try {
+    pool.mark_used(hold, n_tokens);
+  } catch (const std::invalid_argument&) {
+  }
+}
+
 }  // namespace
 
 Sequence::Sequence(std::shared_ptr<BlockPoolAllocator> pool, std::shared_ptr<BlockMemory> memory,
@@ -183,7 +191,7 @@ void Sequence::Plan::commit() noexcept {
     blocks.back().n_tokens += into_open_;
     s.length_ += into_open_;
     for (const int role : kRoles) {
-      s.pool_->mark_used(s.holds_[role].back(), blocks.back().n_tokens);
+      mark_used(*s.pool_, s.holds_[role].back(), blocks.back().n_tokens);
     }
   }
   for (std::size_t i = 0; i < added_.size(); ++i) {
@@ -191,7 +199,7 @@ void Sequence::Plan::commit() noexcept {
     for (const int role : kRoles) {
       const Block& hold = taken_[role][n_copied + i];
       if (added_[i].n_tokens < s.pool_->config().block_size) {
-        s.pool_->mark_used(hold, added_[i].n_tokens);
+        mark_used(*s.pool_, hold, added_[i].n_tokens);
       }
       s.holds_[role].push_back(hold);
     }
@@ -224,7 +232,7 @@ void Sequence::shorten(std::int64_t length) {
     blocks.back().n_tokens = static_cast<std::int32_t>(length - blocks.back().position);
     for (const int role : kRoles) {
       if (pool_->ref_count(holds_[role].back()) == 1) {
-        pool_->mark_used(holds_[role].back(), blocks.back().n_tokens);
+        mark_used(*pool_, holds_[role].back(), blocks.back().n_tokens);
       }
     }
   }

@@ -148,7 +148,7 @@ def _row(
         "paged": contender.paged,
         "perplexity": tally.perplexity,
         "perplexity_lost": tally.perplexity / reference.perplexity - 1,
-        "kl": tally.kl / tally.tokens,
+        "kl": max(tally.kl / tally.tokens, 0.0),
         "top1_agreement": tally.agree / tally.tokens,
         "tokens_predicted": tally.tokens,
         "bytes_held": tally.bytes_held,
@@ -170,7 +170,7 @@ def _print_table(rows: list[dict[str, Any]], shape: ModelInfo, settings: dict[st
         table.add_row(
             row["cache"],
             f"{row['perplexity']:,.4f}",
-            f"{row['perplexity_lost']:.2%}",
+            f"{round(row['perplexity_lost'], 4) + 0.0:.2%}",
             f"{row['kl']:.5f}",
             f"{row['top1_agreement']:.1%}",
             f"{row['bytes_per_token']:,.0f}",

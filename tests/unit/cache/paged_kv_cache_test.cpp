@@ -23,8 +23,8 @@ constexpr int kDim = 16;
 
 class PagedCache : public ::testing::Test {
  protected:
-  std::shared_ptr<BlockPoolAllocator> pool_ = std::make_shared<BlockPoolAllocator>(
-      PoolConfig{.block_size = kBlockSize, .n_blocks = 64});
+  std::shared_ptr<BlockPoolAllocator> pool_ =
+      std::make_shared<BlockPoolAllocator>(PoolConfig{.block_size = kBlockSize, .n_blocks = 64});
   std::shared_ptr<PagedStorage> storage_ = std::make_shared<PagedStorage>(pool_);
 
   PagedKVCache cache(PagedKVCacheConfig config = {}, std::vector<Owner> owners = {1}) {
@@ -120,12 +120,14 @@ TEST_F(PagedCache, AFirstAppendThatFailsLeavesNoFormat) {
   EXPECT_EQ(one.fetch().first.dtype(), mx::float16);
 }
 
-// Formats and what stays raw ------------------------------------------------------------------------
+// Formats and what stays raw
+// ------------------------------------------------------------------------
 
 TEST_F(PagedCache, KeysAndValuesHaveFormatsOfTheirOwn) {
   const mx::array k = rows(32);
   const mx::array v = rows(32, 1, 24);
-  for (const auto& [keys, values] : {std::pair{"int4", "raw"}, {"raw", "kivi2"}, {"int8", "int2"}}) {
+  for (const auto& [keys, values] :
+       {std::pair{"int4", "raw"}, {"raw", "kivi2"}, {"int8", "int2"}}) {
     PagedKVCache one = cache(config(keys, values));
     one.append(k, v);
     one.append(rows(1), rows(1, 1, 24));
@@ -140,9 +142,9 @@ TEST_F(PagedCache, ExactlyTheFullBlocksBetweenSinkAndWindowAreSealed) {
   const struct {
     std::int64_t window, sink;
     int first, last;
-  } cases[] = {{0, 0, 0, 40}, {8, 0, 0, 32}, {9, 0, 0, 28}, {7, 0, 0, 32},   {0, 4, 4, 40},
-               {0, 5, 8, 40}, {8, 1, 4, 32}, {40, 0, 0, 0}, {36, 0, 0, 4},   {100, 0, 0, 0},
-               {0, 40, 0, 0}, {0, 36, 36, 40}};
+  } cases[] = {{0, 0, 0, 40}, {8, 0, 0, 32},  {9, 0, 0, 28}, {7, 0, 0, 32},
+               {0, 4, 4, 40}, {0, 5, 8, 40},  {8, 1, 4, 32}, {40, 0, 0, 0},
+               {36, 0, 0, 4}, {100, 0, 0, 0}, {0, 40, 0, 0}, {0, 36, 36, 40}};
   const mx::array k = rows(40);
   for (const auto& c : cases) {
     PagedKVCache one = cache(config("int2", "int2", c.window, c.sink));
@@ -166,7 +168,8 @@ TEST_F(PagedCache, TokenByTokenTheWindowIsNeverShorterThanAsked) {
   }
 }
 
-// Trim ----------------------------------------------------------------------------------------------
+// Trim
+// ----------------------------------------------------------------------------------------------
 
 TEST_F(PagedCache, TrimIntoASealedBlockKeepsItsBitsAndAppendsBehindIt) {
   PagedKVCache one = cache(config("kivi4", "int8"));
@@ -221,7 +224,8 @@ TEST_F(PagedCache, AnAppendAfterTrimDoesNotReachAFork) {
   EXPECT_EQ(pool_->stats().blocks_in_use(), 6);  // the full block shared, the open one not
 }
 
-// Sliding windows -----------------------------------------------------------------------------------
+// Sliding windows
+// -----------------------------------------------------------------------------------
 
 TEST_F(PagedCache, SlidingGivesBlocksBackAndAttendsAsIfItHadNot) {
   PagedKVCache one = cache(config("raw", "raw", 0, 0, 6));
@@ -234,8 +238,9 @@ TEST_F(PagedCache, SlidingGivesBlocksBackAndAttendsAsIfItHadNot) {
     one.append(k, v);
     all.append(k, v);
     const mx::array q = rows(n);
-    EXPECT_TRUE(mx::allclose(attend(one, q), all.attend(q, 0.25F, causal, std::nullopt, 6), 1e-5, 1e-5)
-                    .item<bool>());
+    EXPECT_TRUE(
+        mx::allclose(attend(one, q), all.attend(q, 0.25F, causal, std::nullopt, 6), 1e-5, 1e-5)
+            .item<bool>());
     const auto wanted = all.fetch();
     const int kept = static_cast<int>(std::min<std::int64_t>(one.size(), n + 5));
     const int size = static_cast<int>(one.size());
@@ -272,7 +277,8 @@ TEST_F(PagedCache, AWindowOfOneTokenSeesItself) {
   EXPECT_EQ(one.trim(3), 0);
 }
 
-// Rows ----------------------------------------------------------------------------------------------
+// Rows
+// ----------------------------------------------------------------------------------------------
 
 TEST_F(PagedCache, EachRowTakesItsColumns) {
   PagedKVCache batch = cache({}, {1, 2, 3});
@@ -291,8 +297,13 @@ TEST_F(PagedCache, ColumnsOutsideAreRefused) {
   const mx::array k = rows(4);
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   using List = std::vector<std::int64_t>;
-  for (const auto& [first, count] : {std::pair<List, List>{{1}, {4}}, {{-1}, {2}}, {{0}, {-1}},
-                                     {{1}, {kMost}}, {{kMost}, {kMost}}, {{0, 0}, {1, 1}}, {{0}, {}}}) {
+  for (const auto& [first, count] : {std::pair<List, List>{{1}, {4}},
+                                     {{-1}, {2}},
+                                     {{0}, {-1}},
+                                     {{1}, {kMost}},
+                                     {{kMost}, {kMost}},
+                                     {{0, 0}, {1, 1}},
+                                     {{0}, {}}}) {
     EXPECT_THROW(one.append(k, k, first, count), std::invalid_argument);
   }
   EXPECT_EQ(one.size(), 0);
@@ -307,7 +318,8 @@ TEST_F(PagedCache, KeptRowsComeInTheOrderAskedAndOthersAreFreed) {
   EXPECT_THROW(batch.keep_rows(std::vector<std::int64_t>{3}), std::invalid_argument);
   batch.keep_rows(std::vector<std::int64_t>{2, 0});
   EXPECT_EQ(batch.owners(), (std::vector<Owner>{3, 1}));
-  EXPECT_TRUE(equal(batch.fetch().first, mx::concatenate({tokens(k, 0, 4, 2), tokens(k, 0, 4, 0)}, 0)));
+  EXPECT_TRUE(
+      equal(batch.fetch().first, mx::concatenate({tokens(k, 0, 4, 2), tokens(k, 0, 4, 0)}, 0)));
   EXPECT_EQ(pool_->stats().blocks_in_use(), 4);
 }
 
@@ -328,7 +340,8 @@ TEST_F(PagedCache, RowsJoinOnlyWhatIsAlike) {
   EXPECT_EQ(empty.lengths(), (std::vector<std::int64_t>{0, 0, 4}));
 }
 
-// Life ----------------------------------------------------------------------------------------------
+// Life
+// ----------------------------------------------------------------------------------------------
 
 TEST_F(PagedCache, FreedElsewhereItIsEmptyAndStartsAnew) {
   PagedKVCache one = cache();
@@ -376,8 +389,8 @@ TEST_F(PagedCache, APoolThatDoesNotSeparateKeysAndValuesServes) {
 TEST_F(PagedCache, MemoryFallsOnReleaseAndComesBack) {
   const auto pool = std::make_shared<BlockPoolAllocator>(
       PoolConfig{.block_size = 32, .n_blocks = 1024, .grow_on_exhaustion = true});
-  const auto storage = std::make_shared<PagedStorage>(
-      pool, std::make_shared<MlxBufferPool>(std::size_t{0}));
+  const auto storage =
+      std::make_shared<PagedStorage>(pool, std::make_shared<MlxBufferPool>(std::size_t{0}));
   PagedKVCache one(storage, config("int4", "int4"), std::vector<Owner>{1});
   const auto grow = [&] {
     for (int i = 0; i < 8; ++i) one.append(rows(256, 1, 64), rows(256, 1, 64));
@@ -397,7 +410,8 @@ TEST_F(PagedCache, MemoryFallsOnReleaseAndComesBack) {
   }
 }
 
-// Attention -----------------------------------------------------------------------------------------
+// Attention
+// -----------------------------------------------------------------------------------------
 
 TEST_F(PagedCache, PrefillInChunksIsPrefillAtOnce) {
   const mx::array k = rows(50);
@@ -414,7 +428,8 @@ TEST_F(PagedCache, PrefillInChunksIsPrefillAtOnce) {
       parts.append(tokens(k, t, end), tokens(v, t, end));
       outputs.push_back(attend(parts, tokens(q, t, end)));
     }
-    EXPECT_TRUE(mx::allclose(mx::concatenate(outputs, 2), at_once, 1e-5, 1e-6).item<bool>()) << chunk;
+    EXPECT_TRUE(mx::allclose(mx::concatenate(outputs, 2), at_once, 1e-5, 1e-6).item<bool>())
+        << chunk;
     EXPECT_TRUE(equal(parts.fetch().first, k));
     EXPECT_TRUE(equal(parts.fetch().second, v));
   }

@@ -50,9 +50,9 @@ struct Operation {
 };
 
 std::ostream& operator<<(std::ostream& out, const Operation& op) {
-  constexpr std::array kNames{"new",      "append",    "attend",  "fetch",    "trim",
-                              "fork",     "keep_rows", "take_rows", "release", "free_all",
-                              "destroy",  "stream",    "evaluate"};
+  constexpr std::array kNames{"new",     "append",    "attend",    "fetch",   "trim",
+                              "fork",    "keep_rows", "take_rows", "release", "free_all",
+                              "destroy", "stream",    "evaluate"};
   out << kNames[static_cast<std::size_t>(op.call)] << '(';
   for (const int pick : op.picks) out << pick << ' ';
   return out << ')';
@@ -78,11 +78,13 @@ rc::Gen<Operation> any_operation() {
 
 rc::Gen<PagedKVCacheConfig> any_config() {
   return rc::gen::map(
-      rc::gen::tuple(rc::gen::elementOf(std::vector<std::pair<std::string, std::string>>{
-                         {"raw", "raw"}, {"int4", "int8"}, {"kivi2", "raw"}, {"raw", "kivi4"},
-                         {"int2", "kivi2"}}),
-                     rc::gen::element(0, 3, 8), rc::gen::element(0, 1, 5),
-                     rc::gen::element(0, 0, 0, 1, 6, 9)),
+      rc::gen::tuple(
+          rc::gen::elementOf(std::vector<std::pair<std::string, std::string>>{{"raw", "raw"},
+                                                                              {"int4", "int8"},
+                                                                              {"kivi2", "raw"},
+                                                                              {"raw", "kivi4"},
+                                                                              {"int2", "kivi2"}}),
+          rc::gen::element(0, 3, 8), rc::gen::element(0, 1, 5), rc::gen::element(0, 0, 0, 1, 6, 9)),
       [](const auto& parts) {
         PagedKVCacheConfig config;
         std::tie(config.key_format, config.value_format) = std::get<0>(parts);
@@ -116,15 +118,27 @@ class World {
     if (op.call == Call::kNew || lives_.empty()) return add(1 + a % 3);
     Life& life = lives_[static_cast<std::size_t>(a) % lives_.size()];
     switch (op.call) {
-      case Call::kAppend: append(life, b, c, d); break;
+      case Call::kAppend:
+        append(life, b, c, d);
+        break;
       case Call::kAttend:
         if (append(life, b, c, d)) attend(life);
         break;
-      case Call::kFetch: fetch(life); break;
-      case Call::kTrim: trim(life, b % 12); break;
-      case Call::kFork: fork(life, b); break;
-      case Call::kKeepRows: keep_rows(life, b); break;
-      case Call::kTakeRows: take_rows(life, b); break;
+      case Call::kFetch:
+        fetch(life);
+        break;
+      case Call::kTrim:
+        trim(life, b % 12);
+        break;
+      case Call::kFork:
+        fork(life, b);
+        break;
+      case Call::kKeepRows:
+        keep_rows(life, b);
+        break;
+      case Call::kTakeRows:
+        take_rows(life, b);
+        break;
       case Call::kRelease:
         life.cache->release();
         for (DenseRow& row : life.rows) row.clear();
@@ -136,12 +150,17 @@ class World {
         life.rows[row].clear();
         break;
       }
-      case Call::kDestroy: lives_.erase(lives_.begin() + (&life - lives_.data())); break;
+      case Call::kDestroy:
+        lives_.erase(lives_.begin() + (&life - lives_.data()));
+        break;
       case Call::kStream:
         mx::set_default_stream(streams_[static_cast<std::size_t>(b) % streams_.size()]);
         break;
-      case Call::kEvaluate: evaluate(b, c % 2 == 0); break;
-      case Call::kNew: break;
+      case Call::kEvaluate:
+        evaluate(b, c % 2 == 0);
+        break;
+      case Call::kNew:
+        break;
     }
     check_lengths();
   }
@@ -328,8 +347,8 @@ class World {
 
 void run(const PagedKVCacheConfig& config, std::int64_t n_blocks, bool grows) {
   constexpr int kMostOperations = 200;
-  const auto operations =
-      *rc::gen::resize(kMostOperations, rc::gen::container<std::vector<Operation>>(any_operation()));
+  const auto operations = *rc::gen::resize(
+      kMostOperations, rc::gen::container<std::vector<Operation>>(any_operation()));
   World world(config, n_blocks, grows);
   for (const Operation& operation : operations) world.apply(operation);
   world.finish();

@@ -162,8 +162,9 @@ inline std::vector<float> expected_fetch(const std::vector<DenseRow>& rows, int 
       for (std::int64_t t = first[i]; t < rows[i].length(); ++t) {
         const float* token = rows[i].token(role, head, t);
         if (token == nullptr) continue;
-        const auto at = static_cast<std::int64_t>(i * kKvHeads + static_cast<std::size_t>(head)) *
-                            longest + longest - rows[i].length() + t;
+        const auto at =
+            static_cast<std::int64_t>(i * kKvHeads + static_cast<std::size_t>(head)) * longest +
+            longest - rows[i].length() + t;
         std::copy_n(token, dim, numbers.begin() + at * static_cast<std::int64_t>(dim));
       }
     }
