@@ -92,7 +92,7 @@ def generate(
     max_blocks: Annotated[Optional[int], typer.Option(min=2, max=1 << 24, help="Cap of a pool that grows.")] = None,
     step: Annotated[
         Optional[int],
-        typer.Option(min=1, max=1 << 20, help="Tokens by which a pooled cache grows. Default: block size, at least 256."),
+        typer.Option(min=1, max=1 << 20, help="Tokens by which a pooled cache grows. Default: its block, or 256."),
     ] = None,
     dtype: Annotated[
         Optional[DType], typer.Option(help="Type to run in. Default: float32 on the CPU, on a GPU the model's own.")

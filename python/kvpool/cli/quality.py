@@ -87,8 +87,8 @@ def measure_window(
             del log_probs
             grown[name] = _active_memory() - before
             after_step()
-        reference = None
-        grown[contenders[0].name] += _active_memory() - at_start - sum(grown.values())  # without its distributions
+        reference = None  # its distributions count for no cache
+        grown[contenders[0].name] += _active_memory() - at_start - sum(grown.values())
         for name, n_bytes in grown.items():
             held[name] += n_bytes
     for name, n_bytes in held.items():
@@ -97,7 +97,7 @@ def measure_window(
 
 
 def _feed(model: Module, chunk: array, layers: list[Any], first: int, last: int) -> array | None:
-    """Runs a step. Returns the log-probabilities after its tokens ``first`` to ``last``, evaluated, if there are any."""
+    """Runs a step. Returns the log-probabilities after its tokens ``first`` to ``last``, evaluated, if any."""
     import mlx.core as mx
 
     logits = model(chunk, cache=layers)

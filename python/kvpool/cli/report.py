@@ -83,10 +83,10 @@ class Report:
         if self.format:
             table.add_row("K, V", _formats(self.format))
         if self.bytes_per_token:
-            raw, fp16 = (self.bytes_per_token / whole for whole in (self.bytes_per_token_raw, self.bytes_per_token_fp16))
+            of_fp16 = f"{self.bytes_per_token / self.bytes_per_token_fp16:.0%} of fp16"
+            of_raw = f"{self.bytes_per_token / self.bytes_per_token_raw:.0%} of {self.dtype}"
             table.add_row(
-                "bytes a token held",
-                f"{self.bytes_per_token:,.0f} ({fp16:.0%} of fp16, {raw:.0%} of {self.dtype}; {self.tokens_held} tokens)",
+                "bytes a token held", f"{self.bytes_per_token:,.0f} ({of_fp16}, {of_raw}; {self.tokens_held} tokens)"
             )
         table.add_row("stock cache would hold", show_bytes(self.bytes_stock))
         if pool:
