@@ -73,7 +73,9 @@ __global__ void fill_parts(std::uint32_t* p, Geometry g, bool keys, std::size_t 
     const __half2 pair = __floats2half2_rn(width / steps, middle - width / 2);
     if (at < header) {
       const float w1 = 3 + 2 * uniform(seed + 7 * i + 5), m1 = uniform(seed + 7 * i + 6) - 0.5F;
-      const __half2 scales = __floats2half2_rn(width / steps, w1 / steps),
+      const float unit = exp2f(static_cast<float>(
+          kc::kivi_scale_exponent(kc::bits_of(g.sealed), at % (header / 2) / 2)));
+      const __half2 scales = __floats2half2_rn(width / steps * unit, w1 / steps * unit),
                     biases = __floats2half2_rn(middle - width / 2, m1 - w1 / 2);
       p[i] = at < header / 2 ? *reinterpret_cast<const std::uint32_t*>(&scales)
                              : *reinterpret_cast<const std::uint32_t*>(&biases);
@@ -104,7 +106,8 @@ __device__ double sealed_key(const char* part, const Geometry& g, const kc::Deco
   }
   if (kc::is_kivi(g.sealed)) {
     const auto* h = reinterpret_cast<const __half*>(part);
-    return double(__half2float(h[d])) * code_at(tile, kc::kivi_key(bits, g.head_dim, t, d), bits) +
+    return double(__half2float(h[d])) * exp2(-kc::kivi_scale_exponent(bits, d)) *
+               code_at(tile, kc::kivi_key(bits, g.head_dim, t, d), bits) +
            __half2float(h[g.head_dim + d]);
   }
   const auto* pairs =

@@ -2,6 +2,11 @@
 
 #include "kernels/cuda/decode_kernel.cuh"
 
+#ifndef KVPOOL_SEG_RAW
+#define KVPOOL_SEG_RAW 10
+#define KVPOOL_SEG_VQ 32
+#define KVPOOL_SEG_KIVI 20
+#endif
 namespace kvpool::cuda {
 namespace {
 
@@ -39,6 +44,23 @@ int raw_weight(const Geometry& g) {
   return raw > sealed ? (raw + sealed / 2) / sealed : 1;
 }
 
+/// What it costs a block to take up another sequence or head, in sealed units.
+int segment_cost(const Geometry& g) {
+  switch (g.sealed) {
+    case Sealed::kNone:
+      return KVPOOL_SEG_RAW;
+    case Sealed::kInt8:
+    case Sealed::kKivi4:
+      return 16;
+    case Sealed::kInt4:
+      return 24;
+    case Sealed::kVecInfer2:
+      return KVPOOL_SEG_VQ;
+    default:
+      return KVPOOL_SEG_KIVI;
+  }
+}
+
 bool supported(const Geometry& g) {
   const bool blocks = g.block_size == 16 || g.block_size == 32 || g.block_size == 64;
   return (g.head_dim == 64 || g.head_dim == 128) && blocks &&
@@ -64,7 +86,9 @@ std::size_t sealed_value_bytes(const Geometry& g) noexcept {
 
 int cost(const Geometry& g, int n_raw_blocks, int n_sealed_blocks) noexcept {
   const int tiles = g.block_size / kTileTokens;
-  return n_raw_blocks * tiles * raw_weight(g) + n_sealed_blocks * tiles / unit_tiles(g);
+  if (n_raw_blocks + n_sealed_blocks == 0) return 0;
+  return segment_cost(g) + n_raw_blocks * tiles * raw_weight(g) +
+         n_sealed_blocks * tiles / unit_tiles(g);
 }
 
 std::size_t workspace_bytes(const Geometry& g, int max_sequences, int n_processors) noexcept {
@@ -98,6 +122,7 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   p.chunk_heads = chunk_heads;
   p.tiles_log2 = g.block_size == 16 ? 0 : g.block_size == 32 ? 1 : 2;
   p.raw_weight = raw_weight(g);
+  p.segment_cost = segment_cost(g);
   p.raw_stride = static_cast<unsigned>(raw_part_bytes(g));
   if (g.sealed != Sealed::kNone) {
     p.key_stride = static_cast<unsigned>(sealed_key_bytes(g));

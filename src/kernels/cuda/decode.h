@@ -86,9 +86,8 @@ struct DecodeParams {
 
   // Filled by prepare().
   int n_kv_heads, group, chunks, chunk_heads;
-  int tiles_log2, raw_weight;
+  int tiles_log2, raw_weight, segment_cost;
   unsigned raw_stride, key_stride, value_stride;
-  int counter_slots;
 };
 
 /// A kernel and how to launch it; `params` is its one argument.

@@ -71,22 +71,24 @@ struct Config {
   static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
   static constexpr int kStage = kRangeAt + 16;
   static constexpr int kWarps = kRawOnly ? KVPOOL_RAW_WARPS : kVq && kSets == 1 ? KVPOOL_VQ_WARPS : 16;
-  static constexpr int kRingBytes = kVq ? 99 * 1024 : 216 * 1024;
-  static constexpr int kStages =
-      kRingBytes / (kWarps * kStage) > 5 ? 5 : kRingBytes / (kWarps * kStage);
-  static_assert(kStages >= 2);
   static constexpr int kThreads = kWarps * 32;
   /// Floats from one head to the next in the block's merge.
   static constexpr int kMergeStride = kDim + 20;
-  static constexpr int kMergeBytes =
-      kWarps * kHeads * kMergeStride * 4 + (kWarps * 3 + 2) * kHeads * 4;
+  static constexpr int kMergeBytes = kWarps * 4 * kMergeStride * 4 + (kWarps * 3 + 2) * kHeads * 4;
   static_assert(!kVq || kMergeBytes <= 58 * 1024);
   /// Of the queries' operands, in static memory before the dynamic.
   static constexpr int kQueryBytes =
       kSets * kSteps * 512 + (kKivi ? kSets * kSteps * 512 : kSets * (kSteps * 2 + 1 + kGroups) * 128);
+  static constexpr int kRingBytes =
+      kVq ? 99 * 1024 : 225 * 1024 - (kMergeBytes + 127) / 128 * 128 - kQueryBytes;
+  static constexpr int kStages =
+      kRingBytes / (kWarps * kStage) > 5 ? 5 : kRingBytes / (kWarps * kStage);
+  static_assert(kStages >= 2);
+  /// From the start of the dynamic memory: the ring, then the merge; vecinfer2: the merge, and the
+  /// table and the ring at addresses of their own.
+  static constexpr int kMergeAt = kVq ? 0 : (kWarps * kStages * kStage + 127) / 128 * 128;
   static constexpr int kSharedBytes =
-      kVq ? int(kAfterTable) + kWarps * kStages * kStage - kQueryBytes
-          : (kWarps * kStages * kStage > kMergeBytes ? kWarps * kStages * kStage : kMergeBytes);
+      kVq ? int(kAfterTable) + kWarps * kStages * kStage - kQueryBytes : kMergeAt + kMergeBytes;
 };
 
 template <class C>
@@ -219,7 +221,7 @@ struct Query16 {
       }
   }
   __device__ __forceinline__ void load(const void* queries, Element type, std::size_t row,
-                                       int n_heads, int lane) {
+                                       int n_heads, int lane, float unit = 1.F) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < C::kSets; ++n) {
@@ -230,10 +232,8 @@ struct Query16 {
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) {
         float(&x)[8] = xs[i];
-        if (head >= n_heads) {
 #pragma unroll
-          for (int k = 0; k < 8; ++k) x[k] = 0;
-        }
+        for (int k = 0; k < 8; ++k) x[k] = head < n_heads ? x[k] * unit : 0;
         if (g & 1) {
 #pragma unroll
           for (int k = 0; k < 8; ++k) x[k] -= round16<P>(x[k]);
@@ -452,9 +452,7 @@ struct SealedKeys {
         for (int n = 0; n < C::kSets; ++n) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const float shrink = 1.F / (1 << field_shift(2 * (2 * i + k / 2) + k % 2));
-            block.b[n][i][k] = as_word(__hmul2(__hmul2(as_half2(sw[k]), __float2half2_rn(shrink)),
-                                               as_half2(q.b[n][i][k])));
+            block.b[n][i][k] = as_word(__hmul2(as_half2(sw[k]), as_half2(q.b[n][i][k])));
           }
 #pragma unroll
           for (int k = 0; k < 4; k += 2) {
@@ -464,7 +462,9 @@ struct SealedKeys {
         }
       }
 #pragma unroll
-      for (int n = 0; n < C::kSets; ++n) block.start[n] = (x[n][0] + y[n][0]) + (x[n][1] + y[n][1]);
+      for (int n = 0; n < C::kSets; ++n) {
+        block.start[n] = 0x1p8F * ((x[n][0] + y[n][0]) + (x[n][1] + y[n][1]));
+      }
     }
   }
 
@@ -572,14 +572,10 @@ struct SealedKeys {
   }
 
   /// Pair p of a word as subnormal fp16 numbers, near where it lies: the codes times
-  /// 2^(field_shift(p) - 24). A pair that would reach the exponent's bits is moved down first.
-  static constexpr int kFields = C::kBits == 4 ? 2 : 5;
-  static __host__ __device__ constexpr int field_shift(int p) {
-    return p % (16 / C::kBits) % kFields * C::kBits;
-  }
+  /// 2^(kivi_field_shift(p) - 24). A pair that would reach the exponent's bits is moved down first.
   static __device__ __forceinline__ std::uint32_t field(std::uint32_t w, int p) {
-    const std::uint32_t x = w >> (p / kFields * kFields * C::kBits);
-    return x & (((1U << C::kBits) - 1) * 0x00010001U << field_shift(p));
+    const int at = kivi_field_shift(C::kBits, p);
+    return w >> (p * C::kBits - at) & (((1U << C::kBits) - 1) * 0x00010001U << at);
   }
 };
 
@@ -851,6 +847,74 @@ __device__ __noinline__ void zero_empty(const DecodeParams& p, int n_blocks) {
   }
 }
 
+/// The part of a block's stretch that lies in one sequence and head.
+struct Segment {
+  int head, kv_head, n_heads, seq, row;  // row: of the queries' and of the output's first head.
+  /// On the line: where the pair's work starts and ends, and where the segment ends.
+  int low, high, stop;
+  bool whole;
+  int first_raw, raw_from, raw_to;        // Tiles, from entry first_raw on.
+  int first_sealed, sealed_from, sealed_to;  // Units, from entry first_sealed on.
+};
+
+/// The first segment with work at or after `at`; false if there is none before `end`.
+template <class C>
+__device__ __forceinline__ bool find_segment(const DecodeParams& p, int at, int end, int lane,
+                                             Segment* s) {
+  int k = min(lane, p.n_sequences - 1);
+  int before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
+  int4 mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
+  const int head_cost = __ldg(p.cost_before + p.n_sequences);
+  while (at < end) {
+    const int head = at / head_cost, offset = at - head * head_cost;
+    int base = 0;
+    unsigned vote = __ballot_sync(kAllLanes, after > offset);
+    while (vote == 0) {
+      base += 32;
+      k = min(base + lane, p.n_sequences - 1);
+      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
+      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
+      vote = __ballot_sync(kAllLanes, after > offset);
+    }
+    const int from_lane = __ffs(static_cast<int>(vote)) - 1;
+    const int start = head * head_cost + __shfl_sync(kAllLanes, before, from_lane);
+    s->high = head * head_cost + __shfl_sync(kAllLanes, after, from_lane);
+    s->low = start + p.segment_cost;
+    s->stop = min(s->high, end);
+    const int n_raw = __shfl_sync(kAllLanes, mine.y, from_lane) << p.tiles_log2;
+    s->first_raw = __shfl_sync(kAllLanes, mine.x, from_lane);
+    s->first_sealed = __shfl_sync(kAllLanes, mine.z, from_lane);
+    if (s->stop > s->low) {
+      s->head = head;
+      s->seq = base + from_lane;
+      s->kv_head = head / p.chunks;
+      const int first_head = head % p.chunks * p.chunk_heads;
+      s->n_heads = min(p.chunk_heads, p.group - first_head);
+      s->row = (s->seq * p.n_kv_heads + s->kv_head) * p.group + first_head;
+      s->whole = at <= s->low && s->stop == s->high;
+      const int from = max(0, at - s->low), to = s->stop - s->low;
+      if constexpr (C::kRawOnly) {
+        s->raw_from = from;
+        s->raw_to = to;
+      } else {
+        const int raw_cost = n_raw * p.raw_weight;
+        s->raw_from = min(n_raw, (from + p.raw_weight - 1) / p.raw_weight);
+        s->raw_to = min(n_raw, (to + p.raw_weight - 1) / p.raw_weight);
+        s->sealed_from = max(0, from - raw_cost);
+        s->sealed_to = max(0, to - raw_cost);
+      }
+      return true;
+    }
+    at = s->stop;
+    if (base > 0) {  // Back to the first sequences.
+      k = min(lane, p.n_sequences - 1);
+      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
+      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
+    }
+  }
+  return false;
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char shared[];
@@ -858,18 +922,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
   using SealedQuery = std::conditional_t<C::kKivi, Query16<C, __half>, Query8<C>>;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   const std::uint32_t select0 = g & 1 ? 0x1044 : 0x4410, select1 = g & 1 ? 0x3244 : 0x4432;
-  float* merge_o = reinterpret_cast<float*>(shared);
-  float* merge_m = merge_o + C::kWarps * C::kHeads * C::kMergeStride;
+  float* merge_o = reinterpret_cast<float*>(shared + C::kMergeAt);  // [warp][4][kMergeStride]
+  float* merge_m = merge_o + C::kWarps * 4 * C::kMergeStride;       // [warp][head]
   float* merge_l = merge_m + C::kWarps * C::kHeads;
-  float* merge_f = merge_l + C::kWarps * C::kHeads;
-  float* merge_total = merge_f + C::kWarps * C::kHeads;  // m, l of the block.
+  float* merge_f = merge_l + C::kWarps * C::kHeads;  // [head][warp]
+  float* merge_total = merge_f + C::kWarps * C::kHeads;  // m, then l, of the block.
   __shared__ int is_last;
   __shared__ __align__(16) std::uint32_t raw_query[Query16<C, T>::kBytes / 4];
   __shared__ __align__(16) std::uint32_t sealed_query[SealedQuery::kBytes / 4];
 
   // The line, in equal stretches: the first `longer` blocks have one unit more.
-  const int head_cost = p.cost_before[p.n_sequences];
-  const int all = head_cost * p.n_kv_heads * p.chunks;
+  const int all = __ldg(p.cost_before + p.n_sequences) * p.n_kv_heads * p.chunks;
   const int n_blocks = min(static_cast<int>(gridDim.x), (all + C::kWarps - 1) / C::kWarps);
   if (static_cast<int>(blockIdx.x) >= n_blocks) {
     if (n_blocks == 0) zero_empty<C>(p, gridDim.x);
@@ -881,95 +944,68 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
   float* slots = static_cast<float*>(p.workspace);
   int* counters =
       reinterpret_cast<int*>(slots + static_cast<std::size_t>(gridDim.x) * 2 * kSlotFloats);
-  int table_head = -1;
 
   Ring<C> ring;
   ring.base = (C::kVq ? kAfterTable : shared_address(shared)) + warp * C::kStages * C::kStage;
   ring.lane = lane;
   ring.units_log2 = C::kUnit == 2 ? p.tiles_log2 - 1 : p.tiles_log2;
-
-  for (int at = low; at < high;) {
-    const int head = at / head_cost, offset = at - head * head_cost;
-    const int kv_head = head / p.chunks, chunk = head % p.chunks;
-    const int n_heads = min(p.chunk_heads, p.group - chunk * p.chunk_heads);
-    int seq = 0, seq_at = 0, seq_end = 0;
-    SequenceEntry entry;
-    for (int base = 0;; base += 32) {
-      const int k = min(base + lane, p.n_sequences - 1);
-      const int before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-      const int4 mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-      const unsigned vote = __ballot_sync(kAllLanes, after > offset);
-      if (vote != 0) {
-        const int from = __ffs(static_cast<int>(vote)) - 1;
-        seq = base + from;
-        seq_at = __shfl_sync(kAllLanes, before, from);
-        seq_end = __shfl_sync(kAllLanes, after, from);
-        entry.first_raw = __shfl_sync(kAllLanes, mine.x, from);
-        entry.n_raw = __shfl_sync(kAllLanes, mine.y, from);
-        entry.first_sealed = __shfl_sync(kAllLanes, mine.z, from);
-        entry.n_sealed = __shfl_sync(kAllLanes, mine.w, from);
-        break;
-      }
-    }
-    const int seq_low = head * head_cost + seq_at, seq_high = head * head_cost + seq_end;
-    const int stop = min(seq_high, high);
-    const int from = at - seq_low, to = stop - seq_low;
-    const std::size_t row =
-        (static_cast<std::size_t>(seq) * p.n_kv_heads + kv_head) * p.group + chunk * p.chunk_heads;
-
-    const int n_raw = entry.n_raw << p.tiles_log2;
-    int raw_from = from, raw_to = to, sealed_from = 0, sealed_to = 0;
-    if constexpr (!C::kRawOnly) {
-      const int raw_cost = n_raw * p.raw_weight;
-      raw_from = min(n_raw, (from + p.raw_weight - 1) / p.raw_weight);
-      raw_to = min(n_raw, (to + p.raw_weight - 1) / p.raw_weight);
-      sealed_from = max(0, from - raw_cost);
-      sealed_to = max(0, to - raw_cost);
-    }
-    // Raw tiles take the warps from the first on, sealed ones go on where those end.
-    const int first_warp = C::kRawOnly ? 0 : (raw_to - raw_from) % C::kWarps;
-    const int turn = warp >= first_warp ? warp - first_warp : warp - first_warp + C::kWarps;
-    uint2 codeword{};
-    bool new_table = false;
-    if constexpr (C::kVq) {
-      static_assert(C::kThreads >= 512);
-      new_table = threadIdx.x < 512 &&
-                  (table_head < 0 || (p.codebook_per_head && table_head != kv_head));
-      if (new_table) codeword = load_codeword(p, kv_head);
-      table_head = kv_head;
-    }
+  // Raw tiles take the warps from the first on, sealed ones go on where those end.
+  const auto turn_of = [&](const Segment& s) {
+    const int first = C::kRawOnly ? 0 : (s.raw_to - s.raw_from) % C::kWarps;
+    return warp >= first ? warp - first : warp - first + C::kWarps;
+  };
+  const auto begin = [&](const Segment& s) {
     if constexpr (C::kRawOnly) {
-      ring.begin(raw_from + turn, raw_to, p.blocks + entry.first_raw, kv_head * p.raw_stride,
-                 kv_head * p.raw_stride);
+      ring.begin(s.raw_from + turn_of(s), s.raw_to, p.blocks + s.first_raw,
+                 s.kv_head * p.raw_stride, s.kv_head * p.raw_stride);
     } else {
-      ring.begin(sealed_from + turn, sealed_to, p.blocks + entry.first_sealed,
-                 kv_head * p.key_stride, kv_head * p.value_stride);
+      ring.begin(s.sealed_from + turn_of(s), s.sealed_to, p.blocks + s.first_sealed,
+                 s.kv_head * p.key_stride, s.kv_head * p.value_stride);
     }
-    // One warp makes the operands of the queries for all.
-    if (warp == 0 && raw_from < raw_to) {
+  };
+  // Two warps make the operands of the queries for all.
+  const auto make_queries = [&](const Segment& s) {
+    if (warp == C::kWarps - 1 && s.raw_from < s.raw_to) {
       Query16<C, T> q;
-      q.load(p.queries, p.query_type, row, n_heads, lane);
+      q.load(p.queries, p.query_type, s.row, s.n_heads, lane);
       q.write(raw_query, lane);
     }
     if constexpr (!C::kRawOnly) {
-      if (warp == 1 && sealed_from < sealed_to) {
+      if (warp == C::kWarps - 2 && s.sealed_from < s.sealed_to) {
         SealedQuery q;
-        q.load(p.sealed_queries, p.query_type, row, n_heads, lane);
+        if constexpr (C::kKivi) {
+          q.load(p.sealed_queries, p.query_type, s.row, s.n_heads, lane, 0x1p-8F);
+        } else {
+          q.load(p.sealed_queries, p.query_type, s.row, s.n_heads, lane);
+        }
         q.write(sealed_query, lane);
       }
     }
+  };
+
+  Segment now;
+  bool more = find_segment<C>(p, low, high, lane, &now);
+  if (more) {
+    uint2 codeword{};
     if constexpr (C::kVq) {
-      if (new_table) fill_table(codeword);
+      static_assert(C::kThreads >= 512);
+      if (threadIdx.x < 512) codeword = load_codeword(p, now.kv_head);
+    }
+    begin(now);
+    make_queries(now);
+    if constexpr (C::kVq) {
+      if (threadIdx.x < 512) fill_table(codeword);
     }
     __syncthreads();
-
+  }
+  while (more) {
     Accumulator<C> acc;
     acc.clear();
     const float scale = p.scale * kLog2E;
     if constexpr (C::kRawOnly) {
       Query16<C, T> q;
       q.read(raw_query, lane);
-      for (int k = raw_from + turn; k < raw_to; k += C::kWarps) {
+      for (int k = now.raw_from + warp; k < now.raw_to; k += C::kWarps) {
         const std::uint32_t tile = ring.take();
         const uint2 range = lds64(tile + C::kRangeAt);
         RawTile<C>::attend(
@@ -986,10 +1022,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             });
       }
     } else {
-      if (raw_from + warp < raw_to) {
+      if (now.raw_from + warp < now.raw_to) {
         Accumulator<C> raw;
-        attend_raw<C>(&raw, p.blocks + entry.first_raw, raw_from + warp, raw_to, p.tiles_log2,
-                      static_cast<std::size_t>(kv_head) * p.raw_stride, scale, raw_query);
+        attend_raw<C>(&raw, p.blocks + now.first_raw, now.raw_from + warp, now.raw_to,
+                      p.tiles_log2, static_cast<std::size_t>(now.kv_head) * p.raw_stride, scale,
+                      raw_query);
         acc = raw;
         if constexpr (C::kValueUnit != 1.F) {
 #pragma unroll
@@ -1000,7 +1037,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
               for (int k = 0; k < 4; ++k) acc.o[n][u][k] *= C::kValueUnit;
         }
       }
-      if (sealed_from + turn < sealed_to) {
+      const int first_unit = now.sealed_from + turn_of(now), end_unit = now.sealed_to;
+      if (first_unit < end_unit) {
         SealedQuery q;
         q.read(sealed_query, lane);
         float factor[C::kSets], bias[C::kSets];
@@ -1008,13 +1046,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         for (int n = 0; n < C::kSets; ++n) {
           factor[n] = scale;
           if constexpr (!C::kKivi) factor[n] *= q.unit[n];
-          if constexpr (C::kVq) factor[n] *= p.key_scale[p.codebook_per_head ? kv_head : 0];
-          bias[n] = p.sealed_bias != nullptr && 4 * n + c < n_heads
-                        ? kLog2E * p.sealed_bias[row + 4 * n + c]
+          if constexpr (C::kVq) factor[n] *= p.key_scale[p.codebook_per_head ? now.kv_head : 0];
+          bias[n] = p.sealed_bias != nullptr && 4 * n + c < now.n_heads
+                        ? kLog2E * p.sealed_bias[now.row + 4 * n + c]
                         : 0.F;
         }
         const std::uint32_t key_row = kTable + lane * 4, value_row = kTable + 128 + (lane & 15) * 8;
-        for (int k = sealed_from + turn; k < sealed_to; k += C::kWarps) {
+        for (int k = first_unit; k < end_unit; k += C::kWarps) {
           const std::uint32_t unit = ring.take();
           const uint2 range = lds64(unit + C::kRangeAt);
           typename SealedKeys<C>::Block block;
@@ -1049,70 +1087,90 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
       }
     }
-    copy_wait<0>();
+    __syncwarp();
 
-    // The warps' results to the block's.
-    __syncthreads();
+    // The next segment's tiles are on their way while this one's results are merged.
+    Segment next;
+    more = find_segment<C>(p, now.stop, high, lane, &next);
+    uint2 codeword{};
+    bool new_table = false;
+    if (more) {
+      begin(next);
+      if constexpr (C::kVq) {
+        new_table = threadIdx.x < 512 && p.codebook_per_head && next.kv_head != now.kv_head;
+        if (new_table) codeword = load_codeword(p, next.kv_head);
+      }
+    }
+
+    // The warps' results to the block's, four heads at a time.
+    float* slot = slots + (2 * static_cast<std::size_t>(blockIdx.x) + (now.low <= low ? 0 : 1)) *
+                              kSlotFloats;
 #pragma unroll
     for (int n = 0; n < C::kSets; ++n) {
+      if (n > 0) __syncthreads();
       float l = acc.l[n];
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) l += __shfl_xor_sync(kAllLanes, l, d);
-      const int h = warp * C::kHeads + 4 * n + c;
       if (g == 0) {
-        merge_m[h] = acc.m[n];
-        merge_l[h] = l;
+        merge_m[warp * C::kHeads + 4 * n + c] = acc.m[n];
+        merge_l[warp * C::kHeads + 4 * n + c] = l;
       }
 #pragma unroll
       for (int u = 0; u < C::kSteps; ++u) {
-        *reinterpret_cast<float4*>(merge_o + h * C::kMergeStride + 64 * (u / 2) + 8 * g +
-                                   4 * (u % 2)) =
+        *reinterpret_cast<float4*>(merge_o + (warp * 4 + c) * C::kMergeStride + 64 * (u / 2) +
+                                   8 * g + 4 * (u % 2)) =
             make_float4(acc.o[n][u][0], acc.o[n][u][1], acc.o[n][u][2], acc.o[n][u][3]);
       }
-    }
-    __syncthreads();
-    if (warp < C::kHeads) {
-      const float own = lane < C::kWarps ? merge_m[lane * C::kHeads + warp] : kLowest;
-      const float m = warp_max(own), f = exp2_fast(own - m);
-      const float l = warp_sum(lane < C::kWarps ? f * merge_l[lane * C::kHeads + warp] : 0.F);
-      if (lane < C::kWarps) merge_f[warp * C::kWarps + lane] = f;
-      if (lane == 0) {
-        merge_total[warp] = m;
-        merge_total[C::kHeads + warp] = l;
+      __syncthreads();
+      if (n == 0 && more) {
+        make_queries(next);
+        if constexpr (C::kVq) {
+          if (new_table) fill_table(codeword);
+        }
       }
-    }
-    __syncthreads();
-    const bool whole = at == seq_low && stop == seq_high;
-    float* slot = slots + (2 * static_cast<std::size_t>(blockIdx.x) + (seq_low <= low ? 0 : 1)) *
-                              kSlotFloats;
-    for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
-      const int h = k / C::kDim, d = k % C::kDim;
-      float x = 0;
+      if (warp < 4) {
+        const int h = 4 * n + warp;
+        const float own = lane < C::kWarps ? merge_m[lane * C::kHeads + h] : kLowest;
+        const float m = warp_max(own), f = exp2_fast(own - m);
+        const float sum = warp_sum(lane < C::kWarps ? f * merge_l[lane * C::kHeads + h] : 0.F);
+        if (lane < C::kWarps) merge_f[h * C::kWarps + lane] = f;
+        if (lane == 0) {
+          merge_total[h] = m;
+          merge_total[C::kHeads + h] = sum;
+        }
+      }
+      __syncthreads();
+      for (int k = threadIdx.x; k < (min(now.n_heads, 4 * n + 4) - 4 * n) * C::kDim;
+           k += C::kThreads) {
+        const int h = 4 * n + k / C::kDim, d = k % C::kDim;
+        float x = 0;
 #pragma unroll
-      for (int w = 0; w < C::kWarps; ++w) {
-        x += merge_f[h * C::kWarps + w] * merge_o[(w * C::kHeads + h) * C::kMergeStride + d];
-      }
-      x *= 1.F / C::kValueUnit;
-      if (whole) {
-        const float l = merge_total[C::kHeads + h];
-        store(p.out, p.out_type, (row + h) * C::kDim + d, l > 0 ? x / l : 0.F);
-      } else {
-        slot[h * C::kDim + d] = x;
-        if (d == 0) {
-          slot[C::kHeads * C::kDim + h] = merge_total[h];
-          slot[C::kHeads * C::kDim + C::kHeads + h] = merge_total[C::kHeads + h];
+        for (int w = 0; w < C::kWarps; ++w) {
+          x += merge_f[h * C::kWarps + w] * merge_o[(w * 4 + h - 4 * n) * C::kMergeStride + d];
+        }
+        x *= 1.F / C::kValueUnit;
+        if (now.whole) {
+          const float sum = merge_total[C::kHeads + h];
+          store(p.out, p.out_type, (static_cast<std::size_t>(now.row) + h) * C::kDim + d,
+                sum > 0 ? x / sum : 0.F);
+        } else {
+          slot[h * C::kDim + d] = x;
+          if (d == 0) {
+            slot[C::kHeads * C::kDim + h] = merge_total[h];
+            slot[C::kHeads * C::kDim + C::kHeads + h] = merge_total[C::kHeads + h];
+          }
         }
       }
     }
-    if (!whole) {
+    if (!now.whole) {
       const auto block_of = [&](int x) {
         const int cut = longer * (share + 1);
         return x < cut ? x / (share + 1) : longer + (x - cut) / share;
       };
-      const int first = block_of(seq_low), last = block_of(seq_high - 1);
+      const int first = block_of(now.low), last = block_of(now.high - 1);
       __syncthreads();
       if (threadIdx.x == 0) {
-        int* counter = counters + static_cast<std::size_t>(head) * p.n_sequences + seq;
+        int* counter = counters + static_cast<std::size_t>(now.head) * p.n_sequences + now.seq;
         // Releases what the block wrote, which the barrier ordered before it, and acquires what
         // other blocks did.
         int before;
@@ -1127,18 +1185,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       __syncthreads();
       if (is_last) {
         const auto slot_of = [&](int b) {
-          return slots + (2 * static_cast<std::size_t>(b) + (seq_low <= start_of(b) ? 0 : 1)) *
-                             kSlotFloats;
+          return slots +
+                 (2 * static_cast<std::size_t>(b) + (now.low <= start_of(b) ? 0 : 1)) * kSlotFloats;
         };
         const int n = last - first + 1;
         float* parts = merge_o;  // A factor a head and block.
-        if (warp < n_heads) {
+        if (warp < now.n_heads) {
           float m = kLowest, l = 0;
           for (int b = lane; b < n; b += 32) {
             const float* s = slot_of(first + b) + C::kHeads * C::kDim + warp;
-            const float own = __ldcg(s), more = __ldcg(s + C::kHeads), next = fmaxf(m, own);
-            l = l * exp2_fast(m - next) + more * exp2_fast(own - next);
-            m = next;
+            const float own = __ldcg(s), add = __ldcg(s + C::kHeads), top = fmaxf(m, own);
+            l = l * exp2_fast(m - top) + add * exp2_fast(own - top);
+            m = top;
             parts[b * C::kHeads + warp] = own;
           }
           const float top = warp_max(m);
@@ -1149,18 +1207,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
           }
         }
         __syncthreads();
-        for (int k = threadIdx.x; k < n_heads * C::kDim; k += C::kThreads) {
+        for (int k = threadIdx.x; k < now.n_heads * C::kDim; k += C::kThreads) {
           float x = 0;
 #pragma unroll 8
           for (int b = 0; b < n; ++b) {
             x += parts[b * C::kHeads + k / C::kDim] * __ldcg(slot_of(first + b) + k);
           }
-          store(p.out, p.out_type, row * C::kDim + k, x);
+          store(p.out, p.out_type, static_cast<std::size_t>(now.row) * C::kDim + k, x);
         }
       }
     }
     __syncthreads();
-    at = stop;
+    now = next;
   }
   zero_empty<C>(p, n_blocks);
 }

@@ -10,7 +10,8 @@
 /// tiles of 16 tokens, in order:
 ///
 ///   affine keys, values   [codes of the tile][(scale, bias) fp16 pairs, 16 tokens x groups]
-///   kivi keys             scale[channel], bias[channel] fp16, then [codes] a tile
+///   kivi keys             scale[channel], bias[channel] fp16, then [codes] a tile; the scale is
+///                         stored times 2^kivi_scale_exponent(channel)
 ///   kivi values           as affine values
 ///   vecinfer2             [codes] a tile
 ///
@@ -96,6 +97,16 @@ __host__ __device__ inline CodePlace affine_key(int bits, int dim, int token, in
   if (bits == 8) return {word_offset(lane, s * 4 + hi * 2 + th, bytes), 8 * b};
   if (bits == 4) return {word_offset(lane, s * 2 + th, bytes), 8 * b + 4 * hi};
   return {word_offset(lane, (s / 2) * 2 + th, bytes), 8 * b + 2 * ((s % 2) * 2 + hi)};
+}
+/// A pair of codes is read where it lies as two subnormal fp16 numbers, or, if it reaches over bit
+/// 9 (or 25), moved down to bit 0: the bit that pair p of a word is read at.
+__host__ __device__ constexpr int kivi_field_shift(int bits, int p) {
+  return p % (16 / bits) % (bits == 4 ? 2 : 5) * bits;
+}
+/// Makes up for that bit: 8 less it.
+__host__ __device__ constexpr int kivi_scale_exponent(int bits, int d) {
+  const int step = (d / 32) * 2 + (d % 8) / 4, half = (d % 4) / 2;
+  return 8 - kivi_field_shift(bits, step * 2 + half);
 }
 /// Pairs of channels 16 bits apart.
 __host__ __device__ inline CodePlace kivi_key(int bits, int dim, int token, int d) {
