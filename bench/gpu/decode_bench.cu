@@ -106,7 +106,7 @@ __device__ double sealed_key(const char* part, const Geometry& g, const kc::Deco
   }
   if (kc::is_kivi(g.sealed)) {
     const auto* h = reinterpret_cast<const __half*>(part);
-    return double(__half2float(h[d])) * exp2(-kc::kivi_scale_exponent(bits, d)) *
+    return double(__half2float(h[d])) * ldexp(1.0, -kc::kivi_scale_exponent(bits, d)) *
                code_at(tile, kc::kivi_key(bits, g.head_dim, t, d), bits) +
            __half2float(h[g.head_dim + d]);
   }

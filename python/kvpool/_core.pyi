@@ -449,7 +449,8 @@ class PoolBackedKVCacheCore:
 class PagedStorage:
     """
     What the paged caches of all layers and requests share: the pool that counts their blocks and
-    the memory that the blocks lie in. Thread-safe.
+    the memory that the blocks lie in. Its caches are used by one thread at a time, and handed over
+    to another after mx.eval(cache.state).
     """
 
     def __init__(self, pool: BlockPoolAllocator, buffers: MlxBufferPool | None = None) -> None: ...
