@@ -2,6 +2,17 @@
 
 #include "kernels/cuda/decode_kernel.cuh"
 
+#ifndef KVPOOL_GRID
+#include <cstdlib>
+#define KVPOOL_GRID (std::getenv("GRID") ? std::atoi(std::getenv("GRID")) : 2)
+#endif
+#ifndef KVPOOL_SEG_RAW
+#include <cstdlib>
+#define SEG (std::getenv("SEG") ? std::atoi(std::getenv("SEG")) : 20)
+#define KVPOOL_SEG_RAW SEG
+#define KVPOOL_SEG_VQ SEG
+#define KVPOOL_SEG_KIVI SEG
+#endif
 #ifndef KVPOOL_SEG_RAW
 #define KVPOOL_SEG_RAW 10
 #define KVPOOL_SEG_VQ 32
@@ -51,9 +62,9 @@ int segment_cost(const Geometry& g) {
       return KVPOOL_SEG_RAW;
     case Sealed::kInt8:
     case Sealed::kKivi4:
-      return 16;
+      return SEG;
     case Sealed::kInt4:
-      return 24;
+      return SEG;
     case Sealed::kVecInfer2:
       return KVPOOL_SEG_VQ;
     default:
@@ -94,7 +105,7 @@ int cost(const Geometry& g, int n_raw_blocks, int n_sealed_blocks) noexcept {
 std::size_t workspace_bytes(const Geometry& g, int max_sequences, int n_processors) noexcept {
   const int group = g.n_heads / g.n_kv_heads;
   const std::size_t heads = static_cast<std::size_t>(g.n_kv_heads) * ((group + 7) / 8);
-  return static_cast<std::size_t>(n_processors) * 2 * kSlotFloats * sizeof(float) +
+  return static_cast<std::size_t>(n_processors) * kMaxGrid * 2 * kSlotFloats * sizeof(float) +
          heads * max_sequences * sizeof(int);
 }
 
@@ -110,7 +121,7 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   if (e != cudaSuccess) return e;
 
   launch->function = kernel.function;
-  launch->grid = static_cast<unsigned>(n_processors);
+  launch->grid = static_cast<unsigned>(n_processors * KVPOOL_GRID);
   launch->block = static_cast<unsigned>(kernel.threads);
   launch->shared_bytes = static_cast<unsigned>(kernel.shared_bytes);
   DecodeParams& p = launch->params;

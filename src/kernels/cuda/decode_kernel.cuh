@@ -27,22 +27,20 @@
 /// stands in the loop.
 ///
 /// *Codebooks* (vecinfer2). Each codeword is one 256-byte row of shared memory, 32 copies of the 4
-/// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. The
-/// rows fill the 64 KB from address 65536: a code is the second byte of its codeword's address,
-/// which one byte permute makes.
+/// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. A
+/// code is the second byte of its codeword's offset, which one byte permute makes.
 #ifndef KVPOOL_RAW_WARPS
 #define KVPOOL_RAW_WARPS 8
 #endif
-#ifndef KVPOOL_VQ_WARPS
-#define KVPOOL_VQ_WARPS 16
+#ifndef KVPOOL_RESIDENT
+#define KVPOOL_RESIDENT 2
 #endif
 namespace kvpool::cuda {
 
-inline constexpr std::uint32_t kTable = 0x10000;
-inline constexpr std::uint32_t kAfterTable = 0x20000;
 inline constexpr float kLowest = -1e30F;
 inline constexpr float kLog2E = 1.44269504088896F;
 inline constexpr int kMaxHeads = 8;
+inline constexpr int kMaxGrid = 8;  // Blocks launched to a multiprocessor.
 inline constexpr int kSlotFloats = kMaxHeads * (256 + 2);
 
 template <Sealed kFormat_, class T_, int kDim_, int kGroup_, int kSets_>
@@ -70,25 +68,26 @@ struct Config {
   static constexpr int kValuesAt = kHeader + kUnit * kKeyTile;
   static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
   static constexpr int kStage = kRangeAt + 16;
-  static constexpr int kWarps = kRawOnly ? KVPOOL_RAW_WARPS : kVq && kSets == 1 ? KVPOOL_VQ_WARPS : 16;
+  /// Blocks to a multiprocessor: one's tiles come while the other merges.
+  static constexpr int kResident = KVPOOL_RESIDENT;
+  static constexpr int kWarps = (kRawOnly ? KVPOOL_RAW_WARPS : 16) / kResident;
   static constexpr int kThreads = kWarps * 32;
   /// Floats from one head to the next in the block's merge.
   static constexpr int kMergeStride = kDim + 20;
   static constexpr int kMergeBytes = kWarps * 4 * kMergeStride * 4 + (kWarps * 3 + 2) * kHeads * 4;
-  static_assert(!kVq || kMergeBytes <= 58 * 1024);
-  /// Of the queries' operands, in static memory before the dynamic.
+  /// Of the queries' operands, in static memory.
   static constexpr int kQueryBytes =
       kSets * kSteps * 512 + (kKivi ? kSets * kSteps * 512 : kSets * (kSteps * 2 + 1 + kGroups) * 128);
-  static constexpr int kRingBytes =
-      kVq ? 99 * 1024 : 225 * 1024 - (kMergeBytes + 127) / 128 * 128 - kQueryBytes;
+  static constexpr int kTableBytes = kVq ? 256 * 256 : 0;
+  static constexpr int kRingBytes = 227 * 1024 / kResident - 1024 - 256 - kQueryBytes - kMergeBytes -
+                                    kTableBytes;
   static constexpr int kStages =
       kRingBytes / (kWarps * kStage) > 5 ? 5 : kRingBytes / (kWarps * kStage);
   static_assert(kStages >= 2);
-  /// From the start of the dynamic memory: the ring, then the merge; vecinfer2: the merge, and the
-  /// table and the ring at addresses of their own.
-  static constexpr int kMergeAt = kVq ? 0 : (kWarps * kStages * kStage + 127) / 128 * 128;
-  static constexpr int kSharedBytes =
-      kVq ? int(kAfterTable) + kWarps * kStages * kStage - kQueryBytes : kMergeAt + kMergeBytes;
+  /// Dynamic memory: the table, the ring, the merge.
+  static constexpr int kRingAt = kTableBytes;
+  static constexpr int kMergeAt = kRingAt + (kWarps * kStages * kStage + 127) / 128 * 128;
+  static constexpr int kSharedBytes = kMergeAt + kMergeBytes;
 };
 
 template <class C>
@@ -473,17 +472,17 @@ struct SealedKeys {
   static __device__ __forceinline__ void scores(float (&s)[C::kSets][2], const Q& q,
                                                 const Block& block, const float (&factor)[C::kSets],
                                                 const CodeWords<C>& codes, std::uint32_t at,
-                                                int lane, std::uint32_t key_row) {
+                                                int lane, std::uint32_t table, std::uint32_t key_row) {
     const int g = lane >> 2;
     if constexpr (C::kVq) {
       int a[C::kSets][4] = {};
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) {
         const std::uint32_t w = codes.w[i];
-        const std::uint32_t x = table32(__byte_perm(w, key_row, 0x7604)),
-                            y = table32(__byte_perm(w, key_row, 0x7614)),
-                            z = table32(__byte_perm(w, key_row, 0x7624)),
-                            v = table32(__byte_perm(w, key_row, 0x7634));
+        const std::uint32_t x = table32(table + __byte_perm(w, key_row, 0x7604)),
+                            y = table32(table + __byte_perm(w, key_row, 0x7614)),
+                            z = table32(table + __byte_perm(w, key_row, 0x7624)),
+                            v = table32(table + __byte_perm(w, key_row, 0x7634));
 #pragma unroll
         for (int n = 0; n < C::kSets; ++n) mma32<true>(a[n], x, y, z, v, q.b[n][i][0], q.b[n][i][1]);
       }
@@ -587,14 +586,14 @@ struct SealedValues {
   static __device__ __forceinline__ void add(Accumulator<C>& acc,
                                              const std::uint32_t (&w)[C::kSets][4],
                                              const CodeWords<C>& codes, std::uint32_t at, int lane,
-                                             std::uint32_t value_row) {
+                                             std::uint32_t table, std::uint32_t value_row) {
     if constexpr (C::kVq) {
 #pragma unroll
       for (int u = 0; u < C::kSteps; ++u) {
-        const uint2 x = table64(__byte_perm(codes.w[u], value_row, 0x7604)),
-                    y = table64(__byte_perm(codes.w[u], value_row, 0x7614)),
-                    z = table64(__byte_perm(codes.w[u], value_row, 0x7624)),
-                    v = table64(__byte_perm(codes.w[u], value_row, 0x7634));
+        const uint2 x = table64(table + __byte_perm(codes.w[u], value_row, 0x7604)),
+                    y = table64(table + __byte_perm(codes.w[u], value_row, 0x7614)),
+                    z = table64(table + __byte_perm(codes.w[u], value_row, 0x7624)),
+                    v = table64(table + __byte_perm(codes.w[u], value_row, 0x7634));
 #pragma unroll
         for (int n = 0; n < C::kSets; ++n) {
           mma16<__half>(acc.o[n][u], x.x, x.y, y.x, y.y, w[n][0], w[n][1]);
@@ -818,22 +817,42 @@ __device__ __noinline__ void attend_raw(Accumulator<C>* result, const BlockEntry
   *result = acc;
 }
 
-/// A thread's codeword: of the keys for the first 256, of the values for the next.
-__device__ __forceinline__ uint2 load_codeword(const DecodeParams& p, int kv_head) {
-  const int k = p.codebook_per_head ? kv_head * 256 : 0, code = threadIdx.x & 255;
-  if (threadIdx.x < 256) {
-    const auto w = __ldg(reinterpret_cast<const std::uint32_t*>(p.key_codebook) + k + code);
-    return make_uint2(w, w);
-  }
-  return __ldg(static_cast<const uint2*>(p.value_codebook) + k + code);
-}
-__device__ __forceinline__ void fill_table(uint2 w) {
-  const std::uint32_t row = kTable + (threadIdx.x & 255) * 256 + (threadIdx.x < 256 ? 0 : 128);
+/// A thread's codewords, one of the keys (x) and one of the values (y, z).
+template <class C>
+struct Codewords {
+  static constexpr int kEach = 256 / C::kThreads;
+  static_assert(!C::kVq || 256 % C::kThreads == 0);
+  std::uint32_t key[C::kVq ? kEach : 1];
+  uint2 value[C::kVq ? kEach : 1];
+
+  __device__ __forceinline__ void load(const DecodeParams& p, int kv_head) {
+    if constexpr (C::kVq) {
+      const int first = (p.codebook_per_head ? kv_head * 256 : 0) + threadIdx.x;
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    sts128(row + ((k + threadIdx.x) & 7) * 16, make_uint4(w.x, w.y, w.x, w.y));
+      for (int k = 0; k < kEach; ++k) {
+        const int code = first + k * C::kThreads;
+        key[k] = __ldg(reinterpret_cast<const std::uint32_t*>(p.key_codebook) + code);
+        value[k] = __ldg(static_cast<const uint2*>(p.value_codebook) + code);
+      }
+    }
   }
-}
+  __device__ __forceinline__ void fill(std::uint32_t table) const {
+    if constexpr (C::kVq) {
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        const std::uint32_t row = table + (threadIdx.x + k * C::kThreads) * 256;
+        const std::uint32_t w = key[k];
+        const uint2 v = value[k];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const std::uint32_t at = row + ((i + threadIdx.x) & 7) * 16;
+          sts128(at, make_uint4(w, w, w, w));
+          sts128(at + 128, make_uint4(v.x, v.y, v.x, v.y));
+        }
+      }
+    }
+  }
+};
 
 /// Zeros for sequences without tokens, shared out among the blocks.
 template <class C>
@@ -916,7 +935,8 @@ __device__ __forceinline__ bool find_segment(const DecodeParams& p, int at, int 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(C::kThreads, C::kResident)
+    decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) char shared[];
   using T = typename C::T;
   using SealedQuery = std::conditional_t<C::kKivi, Query16<C, __half>, Query8<C>>;
@@ -946,7 +966,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       reinterpret_cast<int*>(slots + static_cast<std::size_t>(gridDim.x) * 2 * kSlotFloats);
 
   Ring<C> ring;
-  ring.base = (C::kVq ? kAfterTable : shared_address(shared)) + warp * C::kStages * C::kStage;
+  const std::uint32_t table = shared_address(shared);
+  ring.base = table + C::kRingAt + warp * C::kStages * C::kStage;
   ring.lane = lane;
   ring.units_log2 = C::kUnit == 2 ? p.tiles_log2 - 1 : p.tiles_log2;
   // Raw tiles take the warps from the first on, sealed ones go on where those end.
@@ -986,16 +1007,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
   Segment now;
   bool more = find_segment<C>(p, low, high, lane, &now);
   if (more) {
-    uint2 codeword{};
-    if constexpr (C::kVq) {
-      static_assert(C::kThreads >= 512);
-      if (threadIdx.x < 512) codeword = load_codeword(p, now.kv_head);
-    }
+    Codewords<C> codewords;
+    codewords.load(p, now.kv_head);
     begin(now);
     make_queries(now);
-    if constexpr (C::kVq) {
-      if (threadIdx.x < 512) fill_table(codeword);
-    }
+    codewords.fill(table);
     __syncthreads();
   }
   while (more) {
@@ -1051,7 +1067,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                         ? kLog2E * p.sealed_bias[now.row + 4 * n + c]
                         : 0.F;
         }
-        const std::uint32_t key_row = kTable + lane * 4, value_row = kTable + 128 + (lane & 15) * 8;
+        const std::uint32_t key_at_row = lane * 4, value_at_row = 128 + (lane & 15) * 8;
         for (int k = first_unit; k < end_unit; k += C::kWarps) {
           const std::uint32_t unit = ring.take();
           const uint2 range = lds64(unit + C::kRangeAt);
@@ -1065,7 +1081,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
           float s[C::kUnit][C::kSets][2];
 #pragma unroll
           for (int t = 0; t < C::kUnit; ++t) {
-            SealedKeys<C>::scores(s[t], q, block, factor, keys[t], key_at(t), lane, key_row);
+            SealedKeys<C>::scores(s[t], q, block, factor, keys[t], key_at(t), lane, table,
+                                  key_at_row);
 #pragma unroll
             for (int n = 0; n < C::kSets; ++n) s[t][n][0] += bias[n], s[t][n][1] += bias[n];
           }
@@ -1082,7 +1099,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
           acc.template weigh<__half>(s, w, select0, select1);
 #pragma unroll
           for (int t = 0; t < C::kUnit; ++t) {
-            SealedValues<C>::add(acc, w[t], values[t], value_at(t), lane, value_row);
+            SealedValues<C>::add(acc, w[t], values[t], value_at(t), lane, table, value_at_row);
           }
         }
       }
@@ -1092,14 +1109,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     // The next segment's tiles are on their way while this one's results are merged.
     Segment next;
     more = find_segment<C>(p, now.stop, high, lane, &next);
-    uint2 codeword{};
-    bool new_table = false;
+    Codewords<C> codewords;
+    const bool new_table = C::kVq && more && p.codebook_per_head && next.kv_head != now.kv_head;
     if (more) {
       begin(next);
-      if constexpr (C::kVq) {
-        new_table = threadIdx.x < 512 && p.codebook_per_head && next.kv_head != now.kv_head;
-        if (new_table) codeword = load_codeword(p, next.kv_head);
-      }
+      if (new_table) codewords.load(p, next.kv_head);
     }
 
     // The warps' results to the block's, four heads at a time.
@@ -1124,9 +1138,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
       __syncthreads();
       if (n == 0 && more) {
         make_queries(next);
-        if constexpr (C::kVq) {
-          if (new_table) fill_table(codeword);
-        }
+        if (new_table) codewords.fill(table);
       }
       if (warp < 4) {
         const int h = 4 * n + warp;
@@ -1228,11 +1240,11 @@ struct KernelChoice {
   const void* function = nullptr;
   int threads = 0;
   int shared_bytes = 0;
-  int unit = 1;
+  int resident = 1;
 };
 template <class C>
 KernelChoice choose() {
-  return {reinterpret_cast<const void*>(&decode_kernel<C>), C::kThreads, C::kSharedBytes, C::kUnit};
+  return {reinterpret_cast<const void*>(&decode_kernel<C>), C::kThreads, C::kSharedBytes, C::kResident};
 }
 template <Sealed kFormat, class T, int kGroup>
 KernelChoice choose_shape(int dim, int sets) {
