@@ -1,7 +1,8 @@
-// Decode attention on a GPU: checked against a double-precision reference over the decoded elements,
-// then timed.
+// Decode attention on a GPU: checked against a double-precision reference over the decoded
+// elements, then timed.
 //   decode_bench check            small ragged batches, every format built in
 //   decode_bench time [format]    the shapes of the table in docs/gpu.md
+//   decode_bench small            a few sequences on five blocks, for compute-sanitizer
 //   decode_bench one FORMAT B L   one shape, checked and launched a few times (for profilers)
 // Times are of CUDA events around 20 launches, the best of 10. Launches rotate among caches of at
 // least 256 MB in all, so that nothing is found in L2.
@@ -70,7 +71,18 @@ __global__ void fill_parts(std::uint32_t* p, Geometry g, bool keys, std::size_t 
        i += std::size_t(gridDim.x) * blockDim.x) {
     const int at = static_cast<int>(i * 4 % part);
     const float width = 3 + 2 * uniform(seed + 3 * i), middle = uniform(seed + 3 * i + 1) - 0.5F;
-    const __half2 pair = __floats2half2_rn(width / steps, middle - width / 2);
+    float scale = width / steps, bias = middle - width / 2;
+    if (!keys && g.sealed != Sealed::kVecInfer2) {
+      // Which token and channel a pair is of matters to its exponent.
+      const int bits = kc::bits_of(g.sealed), groups = g.head_dim / g.group_size;
+      const int k = max(0, at % tile - codes) / 4, token = k / groups;
+      int d = 0;
+      while (kc::value_scale_index(g.head_dim, g.group_size, token, d) != k && d < g.head_dim) ++d;
+      scale = scale * exp2f(static_cast<float>(kc::value_scale_exponent(bits, g.head_dim, token,
+                                                                        min(d, g.head_dim - 1))));
+      bias = bias * exp2f(static_cast<float>(kc::value_bias_exponent(bits)));
+    }
+    const __half2 pair = __floats2half2_rn(scale, bias);
     if (at < header) {
       const float w1 = 3 + 2 * uniform(seed + 7 * i + 5), m1 = uniform(seed + 7 * i + 6) - 0.5F;
       const float unit = exp2f(static_cast<float>(
@@ -110,8 +122,7 @@ __device__ double sealed_key(const char* part, const Geometry& g, const kc::Deco
                code_at(tile, kc::kivi_key(bits, g.head_dim, t, d), bits) +
            __half2float(h[g.head_dim + d]);
   }
-  const auto* pairs =
-      reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
+  const auto* pairs = reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
   const float2 f = __half22float2(pairs[kc::key_scale_index(g.head_dim, g.group_size, t, d)]);
   return double(f.x) * code_at(tile, kc::affine_key(bits, g.head_dim, t, d), bits) + f.y;
 }
@@ -124,10 +135,11 @@ __device__ double sealed_value(const char* part, const Geometry& g, const kc::De
     const int h = p.codebook_per_head ? head : 0;
     return __half2float(static_cast<const __half*>(p.value_codebook)[(h * 256 + code) * 4 + d % 4]);
   }
-  const auto* pairs =
-      reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
+  const auto* pairs = reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
   const float2 f = __half22float2(pairs[kc::value_scale_index(g.head_dim, g.group_size, t, d)]);
-  return double(f.x) * code_at(tile, kc::affine_value(bits, g.head_dim, t, d), bits) + f.y;
+  return ldexp(double(f.x), -kc::value_scale_exponent(bits, g.head_dim, t, d)) *
+             code_at(tile, kc::affine_value(bits, g.head_dim, t, d), bits) +
+         ldexp(double(f.y), -kc::value_bias_exponent(bits));
 }
 __device__ double element(const void* p, Element type, std::size_t i) {
   return type == Element::kFp32   ? static_cast<const float*>(p)[i]
@@ -187,8 +199,8 @@ __global__ void reference(Geometry g, kc::DecodeParams p, double* scores, std::s
     const kc::BlockEntry e = p.blocks[(raw ? s.first_raw : s.first_sealed) + u / g.block_size];
     const char* part =
         static_cast<const char*>(e.values) + std::size_t(kv) * (raw ? raw_part : p.value_stride);
-    const double v =
-        raw ? raw_element(part, g.raw, g.head_dim, token, d) : sealed_value(part, g, p, kv, token, d);
+    const double v = raw ? raw_element(part, g.raw, g.head_dim, token, d)
+                         : sealed_value(part, g, p, kv, token, d);
     acc += mine[t] * v;
     l += mine[t];
   }
@@ -390,14 +402,11 @@ struct Name {
   Sealed sealed;
   Element raw;
 };
-constexpr Name kNames[] = {{"bf16", Sealed::kNone, Element::kBf16},
-                           {"fp16", Sealed::kNone, Element::kFp16},
-                           {"int8", Sealed::kInt8, Element::kBf16},
-                           {"int4", Sealed::kInt4, Element::kBf16},
-                           {"int2", Sealed::kInt2, Element::kBf16},
-                           {"kivi4", Sealed::kKivi4, Element::kBf16},
-                           {"kivi2", Sealed::kKivi2, Element::kBf16},
-                           {"vecinfer2", Sealed::kVecInfer2, Element::kBf16}};
+constexpr Name kNames[] = {
+    {"bf16", Sealed::kNone, Element::kBf16},   {"fp16", Sealed::kNone, Element::kFp16},
+    {"int8", Sealed::kInt8, Element::kBf16},   {"int4", Sealed::kInt4, Element::kBf16},
+    {"int2", Sealed::kInt2, Element::kBf16},   {"kivi4", Sealed::kKivi4, Element::kBf16},
+    {"kivi2", Sealed::kKivi2, Element::kBf16}, {"vecinfer2", Sealed::kVecInfer2, Element::kBf16}};
 
 Geometry geometry(const Name& n, int block) {
   Geometry g;
@@ -426,13 +435,13 @@ int check_all(int n_processors) {
               if (!built(g)) continue;
               const bool s = n.sealed != Sealed::kNone;
               const std::vector<Lengths> lengths =
-                  s ? std::vector<Lengths>{{37, 640}, {0, 0},    {0, 1000},   {100, 0},
+                  s ? std::vector<Lengths>{{37, 640}, {0, 0},      {0, 1000}, {100, 0},
                                            {1, 64},   {144, 5120}, {9, 128}}
                     : std::vector<Lengths>{{700, 0}, {0, 0}, {1, 0}, {5000, 0}, {65, 0}};
               Cache c(g, lengths, raw, Element::kFp32, n_processors, 1000 + run, true);
               const double e = c.check();
-              const double limit = s ? (raw == Element::kBf16 ? 4e-3 : 1e-3)
-                                     : (raw == Element::kBf16 ? 4e-3 : 1e-3);
+              const double limit =
+                  s ? (raw == Element::kBf16 ? 4e-3 : 2e-3) : (raw == Element::kBf16 ? 4e-3 : 1e-3);
               ++run;
               if (!(e <= limit)) {
                 ++bad;
@@ -472,8 +481,8 @@ void time_one(const Name& n, int batch, int length, int raw_tokens, int n_proces
   std::vector<Cache*> caches;
   std::size_t total = 0;
   while (caches.empty() || (total < (256U << 20) && caches.size() < 40)) {
-    caches.push_back(
-        new Cache(g, lengths, Element::kBf16, Element::kBf16, n_processors, 31 * caches.size(), false));
+    caches.push_back(new Cache(g, lengths, Element::kBf16, Element::kBf16, n_processors,
+                               31 * caches.size(), false));
     total += caches.back()->bytes;
   }
   const double error = check ? caches[0]->check() : 0;
@@ -519,6 +528,17 @@ int main(int argc, char** argv) {
   const int n = prop.multiProcessorCount;
   const std::string what = argc > 1 ? argv[1] : "time";
   if (what == "check") return check_all(argc > 2 ? std::atoi(argv[2]) : n);
+  if (what == "small") {
+    for (const Name& name : kNames) {
+      const bool sealed = name.sealed != Sealed::kNone;
+      Cache c(geometry(name, 32),
+              sealed ? std::vector<Lengths>{{37, 160}, {0, 96}, {0, 0}, {20, 0}}
+                     : std::vector<Lengths>{{130, 0}, {0, 0}, {70, 0}},
+              name.raw, Element::kFp32, 5, 3, true);
+      std::printf("%s: error %.1e\n", name.name, c.check());
+    }
+    return 0;
+  }
   for (const Name& name : kNames) {
     if (argc > 2 && std::string(argv[2]) != name.name) continue;
     if (what == "one") {
@@ -530,8 +550,8 @@ int main(int argc, char** argv) {
       std::printf("error %.1e\n", c.check());
       return 0;
     }
-    for (const auto& [batch, length] : {std::pair{1, 1024}, {1, 8192}, {1, 65536}, {1, 196608},
-                                        {8, 8192}, {32, 8192}}) {
+    for (const auto& [batch, length] :
+         {std::pair{1, 1024}, {1, 8192}, {1, 65536}, {1, 196608}, {8, 8192}, {32, 8192}}) {
       time_one(name, batch, length, 0, n, true);
     }
     if (name.sealed != Sealed::kNone) {

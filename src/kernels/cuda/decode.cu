@@ -1,23 +1,8 @@
-#include "kernels/cuda/decode.h"
+#include <algorithm>
 
+#include "kernels/cuda/decode.h"
 #include "kernels/cuda/decode_kernel.cuh"
 
-#ifndef KVPOOL_GRID
-#include <cstdlib>
-#define KVPOOL_GRID (std::getenv("GRID") ? std::atoi(std::getenv("GRID")) : 2)
-#endif
-#ifndef KVPOOL_SEG_RAW
-#include <cstdlib>
-#define SEG (std::getenv("SEG") ? std::atoi(std::getenv("SEG")) : 20)
-#define KVPOOL_SEG_RAW SEG
-#define KVPOOL_SEG_VQ SEG
-#define KVPOOL_SEG_KIVI SEG
-#endif
-#ifndef KVPOOL_SEG_RAW
-#define KVPOOL_SEG_RAW 10
-#define KVPOOL_SEG_VQ 32
-#define KVPOOL_SEG_KIVI 20
-#endif
 namespace kvpool::cuda {
 namespace {
 
@@ -58,17 +43,13 @@ int raw_weight(const Geometry& g) {
 /// What it costs a block to take up another sequence or head, in sealed units.
 int segment_cost(const Geometry& g) {
   switch (g.sealed) {
-    case Sealed::kNone:
-      return KVPOOL_SEG_RAW;
     case Sealed::kInt8:
     case Sealed::kKivi4:
-      return SEG;
-    case Sealed::kInt4:
-      return SEG;
-    case Sealed::kVecInfer2:
-      return KVPOOL_SEG_VQ;
+      return 20;
+    case Sealed::kNone:
+      return 50;
     default:
-      return KVPOOL_SEG_KIVI;
+      return 30;
   }
 }
 
@@ -105,7 +86,7 @@ int cost(const Geometry& g, int n_raw_blocks, int n_sealed_blocks) noexcept {
 std::size_t workspace_bytes(const Geometry& g, int max_sequences, int n_processors) noexcept {
   const int group = g.n_heads / g.n_kv_heads;
   const std::size_t heads = static_cast<std::size_t>(g.n_kv_heads) * ((group + 7) / 8);
-  return static_cast<std::size_t>(n_processors) * kMaxGrid * 2 * kSlotFloats * sizeof(float) +
+  return static_cast<std::size_t>(n_processors) * 2 * 2 * kSlotFloats * sizeof(float) +
          heads * max_sequences * sizeof(int);
 }
 
@@ -116,12 +97,22 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   const int chunks = (group + 7) / 8, chunk_heads = (group + chunks - 1) / chunks;
   const KernelChoice kernel = choose_kernel(g, chunk_heads > 4 ? 2 : 1);
   if (kernel.function == nullptr) return cudaErrorNotSupported;
+  if (g.sealed == Sealed::kVecInfer2) {
+    int device = 0, reserved = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device) !=
+            cudaSuccess ||
+        reserved != static_cast<int>(kTable)) {
+      return cudaErrorNotSupported;
+    }
+  }
   const cudaError_t e = cudaFuncSetAttribute(
       kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
   if (e != cudaSuccess) return e;
 
   launch->function = kernel.function;
-  launch->grid = static_cast<unsigned>(n_processors * KVPOOL_GRID);
+  launch->grid =
+      static_cast<unsigned>(std::min(n_processors * kernel.resident, kernel.most_blocks));
   launch->block = static_cast<unsigned>(kernel.threads);
   launch->shared_bytes = static_cast<unsigned>(kernel.shared_bytes);
   DecodeParams& p = launch->params;

@@ -69,14 +69,17 @@ struct DecodeParams {
   /// (n_sequences, n_heads), added to the scaled scores of sealed blocks; null for none.
   const float* sealed_bias;
   /// vecinfer2: keys (256, 4) int8, times key_scale; values (256, 4) fp16. One a layer, or one a KV
-  /// head: (n_kv_heads, 256, 4), key_scale (n_kv_heads).
+  /// head: (n_kv_heads, 256, 4), key_scale (n_kv_heads). The key's centroids are these integers:
+  /// who trains them rounds them (an error of 1/300 of VQ's own), so that all backends decode
+  /// alike.
   const std::int8_t* key_codebook;
   const float* key_scale;
   const void* value_codebook;
   int codebook_per_head;
   /// (n_sequences, n_heads, head_dim).
   void* out;
-  /// workspace_bytes(), zero at first use; each launch leaves it fit for the next.
+  /// workspace_bytes(), zero at first use; each launch leaves it fit for the next of the same
+  /// Geometry. Launches that may overlap need one each.
   void* workspace;
 
   float scale;

@@ -13,6 +13,7 @@
 ///   kivi keys             scale[channel], bias[channel] fp16, then [codes] a tile; the scale is
 ///                         stored times 2^kivi_scale_exponent(channel)
 ///   kivi values           as affine values
+///                         (values' pairs are stored times powers of two, too: see below)
 ///   vecinfer2             [codes] a tile
 ///
 /// The codes of a tile are laid out by lane of the warp that reads it: lane l = 4g + c has
@@ -124,10 +125,16 @@ __host__ __device__ inline CodePlace affine_value(int bits, int dim, int token, 
   if (bits == 8) return {word_offset(lane, (i * 4 + tok) * 2 + e / 4, bytes), 8 * (e % 4)};
   if (bits == 4) return {word_offset(lane, i * 4 + tok, bytes), 4 * (e / 2) + 16 * (e % 2)};
   if (dim == 64) {
-    return {word_offset(lane, tok / 2, bytes), 2 * ((tok % 2) * 4 + e / 2) + 16 * (e % 2)};
+    return {word_offset(lane, tok / 2, bytes), 2 * (e / 2 * 2 + tok % 2) + 16 * (e % 2)};
   }
-  return {word_offset(lane, tok, bytes), 2 * (i * 4 + e / 2) + 16 * (e % 2)};
+  return {word_offset(lane, tok, bytes), 2 * (e / 2 * 2 + i) + 16 * (e % 2)};
 }
+/// Codes of values are read as subnormal fp16 numbers too, so their scales and biases are stored
+/// times a power of two: scales of 2-bit groups must be under 16, of 4-bit groups too.
+__host__ __device__ constexpr int value_scale_exponent(int bits, int dim, int token, int d) {
+  return bits == 8 ? 0 : bits == 4 ? 12 : (dim == 64 ? token % 2 : d / 64 % 2) ? 10 : 12;
+}
+__host__ __device__ constexpr int value_bias_exponent(int bits) { return bits == 8 ? 0 : -6; }
 /// Byte within a tile's codes of sub-vector j (channels 4j ... 4j + 3).
 __host__ __device__ inline int vecinfer_key(int dim, int token, int j) {
   const int s = j / 8, hi = (j % 8) / 4, c = j % 4;

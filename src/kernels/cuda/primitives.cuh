@@ -92,15 +92,15 @@ __device__ __forceinline__ std::uint32_t lds32(std::uint32_t a) {
   asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-// Of tables that do not change while they are read: free to move.
-__device__ __forceinline__ uint2 table64(std::uint32_t a) {
+// Of a table from address 1024 on, which does not change while it is read: free to move.
+__device__ __forceinline__ uint2 table64(std::uint32_t offset) {
   uint2 v;
-  asm("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+  asm("ld.shared.v2.u32 {%0,%1},[%2+1024];" : "=r"(v.x), "=r"(v.y) : "r"(offset));
   return v;
 }
-__device__ __forceinline__ std::uint32_t table32(std::uint32_t a) {
+__device__ __forceinline__ std::uint32_t table32(std::uint32_t offset) {
   std::uint32_t v;
-  asm("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a));
+  asm("ld.shared.u32 %0,[%1+1024];" : "=r"(v) : "r"(offset));
   return v;
 }
 __device__ __forceinline__ void sts128(std::uint32_t a, uint4 v) {
@@ -118,7 +118,9 @@ __device__ __forceinline__ void copy16(std::uint32_t to, const void* from, int b
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
