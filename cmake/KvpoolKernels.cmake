@@ -1,4 +1,4 @@
-# The kernels of the target's instruction sets: each level is files with flags of their own.
+# The kernels of each instruction set are files with flags of their own.
 # GCC takes the undefined operands of its own AVX-512 header for a mistake.
 # Without contraction of a * b + c, every level decodes the same bits.
 set(KVPOOL_LEVEL_SOURCES src/kernels/levels_generic.cpp)

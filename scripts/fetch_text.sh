@@ -21,8 +21,8 @@ fetch() {
       echo "fetch_text.sh: apt-get download $2 failed; try apt-get update" >&2
       exit 1
     }
-    dpkg-deb -x "$work/$2"/*.deb "$work/$2/root"
-    gunzip -c "$work/$2/root/$3" >"$work/$1"
+    dpkg-deb -x "$work/$2"/*.deb "$work/$2/tree"
+    gunzip -c "$work/$2/tree/$3" >"$work/$1"
     mv "$work/$1" "$folder/$1"
   fi
   echo "$folder/$1"

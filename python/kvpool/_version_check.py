@@ -18,7 +18,10 @@ def require_matching_mlx() -> None:
             f"kvpool needs MLX, which cannot be imported ({error}). On Linux it needs exactly one "
             "backend beside it: pip install 'mlx[cpu]' or 'mlx[cuda13]'."
         ) from error
-    built_against = (Path(__file__).parent / "_mlx_version.txt").read_text().strip()
+    record = Path(__file__).parent / "_mlx_version.txt"
+    if not record.exists():
+        raise ImportError(f"kvpool's extension is not built in {record.parent}: pip install the checkout, or run make build")
+    built_against = record.read_text().strip()
     installed = mx.__version__
     if installed != built_against:
         raise ImportError(

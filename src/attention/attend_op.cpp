@@ -3,12 +3,11 @@
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
-#include <mlx/primitives.h>
 
 #include <memory>
 #include <stdexcept>
 
-#include "sequence/block_ops.h"
+#include "storage/cpu_op.h"
 #include "util/concat.h"
 #include "util/shape_text.h"
 
@@ -42,10 +41,10 @@ struct AttendWork {
   bool has_sinks = false;
 };
 
-class AttendOp final : public mx::Primitive {
+class AttendOp final : public CpuOp {
  public:
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
-      : Primitive(stream), work_(std::move(work)) {}
+      : CpuOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::Attend"; }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -62,9 +61,6 @@ class AttendOp final : public mx::Primitive {
     if (work_->has_sinks) arguments.sinks = inputs[next++].data<float>();
     arguments.out = outputs[1].data<void>();
     encoder.dispatch([work = work_, arguments] { attention::attend(arguments); });
-  }
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::logic_error("[PagedKVCache] blocks are on CPU streams");
   }
 
  private:

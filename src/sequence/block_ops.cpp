@@ -3,15 +3,13 @@
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
-#include <mlx/primitives.h>
-#include <mlx/utils.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 
 #include "attention/thread_pool.h"
+#include "storage/cpu_op.h"
 
 namespace mx = mlx::core;
 
@@ -82,10 +80,10 @@ struct AppendWork {
   }
 };
 
-class AppendOp final : public mx::Primitive {
+class AppendOp final : public CpuOp {
  public:
   AppendOp(mx::Stream stream, std::shared_ptr<const AppendWork> work)
-      : Primitive(stream), work_(std::move(work)) {}
+      : CpuOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::Append"; }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -97,9 +95,6 @@ class AppendOp final : public mx::Primitive {
                       values = inputs[2].data<std::byte>(), n_rows = inputs[1].shape(2)] {
       work->run(keys, values, n_rows);
     });
-  }
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::logic_error("[PagedKVCache] blocks are on CPU streams");
   }
 
  private:
@@ -152,10 +147,10 @@ struct GatherWork {
   }
 };
 
-class GatherOp final : public mx::Primitive {
+class GatherOp final : public CpuOp {
  public:
   GatherOp(mx::Stream stream, std::shared_ptr<const GatherWork> work)
-      : Primitive(stream), work_(std::move(work)) {}
+      : CpuOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::Gather"; }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -172,20 +167,12 @@ class GatherOp final : public mx::Primitive {
       work->run(1, values);
     });
   }
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::logic_error("[PagedKVCache] blocks are on CPU streams");
-  }
 
  private:
   const std::shared_ptr<const GatherWork> work_;
 };
 
 }  // namespace
-
-mx::Stream cpu_stream() {
-  const mx::Stream current = mx::to_stream({});
-  return current.device == mx::Device::cpu ? current : mx::default_stream(mx::Device::cpu);
-}
 
 void run_append(BlockMemory& memory, const LayerFormat& format, const AppendTasks& tasks,
                 const mx::array& keys, const mx::array& values) {

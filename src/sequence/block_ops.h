@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mlx/array.h>
-#include <mlx/stream.h>
 
 #include <cstdint>
 #include <span>
@@ -11,9 +10,6 @@
 #include "sequence/sequence.h"
 
 namespace kvpool::detail {
-
-/// The CPU stream in use, or the CPU's default one: MLX's memory is one for all devices.
-mlx::core::Stream cpu_stream();
 
 /// Runs `tasks` as the next link of the chain. `keys` and `values` are (B, n_kv_heads, S, dim) of the
 /// raw format's type. Lazy.

@@ -3,13 +3,11 @@
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
-#include <mlx/primitives.h>
 
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 
-#include "sequence/block_ops.h"
+#include "storage/cpu_op.h"
 
 namespace mx = mlx::core;
 
@@ -51,13 +49,10 @@ struct ImageWork {
   }
 };
 
-class ImageOp : public mx::Primitive {
+class ImageOp : public CpuOp {
  public:
   ImageOp(mx::Stream stream, std::shared_ptr<const ImageWork> work)
-      : Primitive(stream), work_(std::move(work)) {}
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::logic_error("[PagedKVCache] blocks are on CPU streams");
-  }
+      : CpuOp(stream), work_(std::move(work)) {}
 
  protected:
   const std::shared_ptr<const ImageWork> work_;

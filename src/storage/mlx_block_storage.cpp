@@ -1,7 +1,6 @@
 #include "kvpool/mlx_block_storage.h"
 
 #include <mlx/ops.h>
-#include <mlx/utils.h>
 
 #include <atomic>
 #include <mutex>
@@ -9,6 +8,7 @@
 #include <unordered_map>
 
 #include "kvpool/block_format.h"
+#include "storage/cpu_op.h"
 #include "storage/segment_op.h"
 #include "storage/segments.h"
 #include "util/concat.h"
@@ -37,11 +37,6 @@ std::uint64_t this_thread() {
   static std::atomic<std::uint64_t> n_threads{0};
   thread_local const std::uint64_t number = ++n_threads;
   return number;
-}
-
-mx::Stream cpu_stream() {
-  const mx::Stream current = mx::to_stream({});
-  return current.device == mx::Device::cpu ? current : mx::default_stream(mx::Device::cpu);
 }
 
 }  // namespace
@@ -204,7 +199,7 @@ void require_fits(const Block& block, const detail::BlockPlace& place, std::int6
 
 mx::array MLXBlockStorage::buffer_for(const Block& block) {
   const detail::BlockPlace where = place_of(block, *this);
-  const mx::Stream stream = cpu_stream();
+  const mx::Stream stream = detail::cpu_stream();
   const std::lock_guard guard(segments_->mutex);
   const auto [segment, place] = segments_->open(block, where, *pool_, stream);
   const mx::array packed = detail::read_packed(segment, place, stream);
@@ -215,7 +210,7 @@ void MLXBlockStorage::write(const Block& block, std::int64_t offset, const mx::a
   const detail::BlockPlace where = place_of(block, *this);
   require_fits(block, where, offset, values);
   if (values.shape(-2) == 0) return;
-  const mx::Stream stream = cpu_stream();
+  const mx::Stream stream = detail::cpu_stream();
   mx::array rows = mx::astype(values, where.format.dtype, stream);
   if (n_kv_heads_ == 1) rows = mx::expand_dims(rows, 0, stream);
   const std::lock_guard guard(segments_->mutex);
@@ -225,7 +220,7 @@ void MLXBlockStorage::write(const Block& block, std::int64_t offset, const mx::a
 
 mx::array MLXBlockStorage::read(const Block& block) {
   const detail::BlockPlace where = place_of(block, *this);
-  const mx::Stream stream = cpu_stream();
+  const mx::Stream stream = detail::cpu_stream();
   const std::lock_guard guard(segments_->mutex);
   const auto [segment, place] = segments_->open(block, where, *pool_, stream);
   const mx::array rows = detail::read_rows(segment, place, block.n_used(), stream);

@@ -3,12 +3,11 @@
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
-#include <mlx/primitives.h>
 
 #include <cstring>
-#include <stdexcept>
 
 #include "kernels/scalar/bit_pack.h"
+#include "storage/cpu_op.h"
 
 namespace mx = mlx::core;
 
@@ -19,13 +18,9 @@ namespace {
 /// What the ops on a segment have in common: the segment comes first, in and out, and its outgoing
 /// version shares the incoming one's buffer. A task holds the buffer until it has run, so that a
 /// segment given back meanwhile is neither freed nor handed on under it.
-class SegmentOp : public mx::Primitive {
+class SegmentOp : public CpuOp {
  public:
-  SegmentOp(mx::Stream stream, const BlockPlace& place) : Primitive(stream), place_(place) {}
-
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::logic_error("[MLXBlockStorage] segments are written on a CPU stream");
-  }
+  SegmentOp(mx::Stream stream, const BlockPlace& place) : CpuOp(stream), place_(place) {}
 
  protected:
   /// Shares the buffer and gives the address of the block.

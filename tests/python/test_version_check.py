@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import kvpool
 import mlx.core
 import pytest
 
@@ -86,3 +88,12 @@ def test_the_caches_work_without_mlx_lm_until_it_is_needed():
         "print('mlx_lm' in sys.modules)"
     )
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_source_tree_without_the_extension_says_how_to_build_it(tmp_path):
+    package = tmp_path / "kvpool"
+    package.mkdir()
+    for module in ("__init__.py", "_version_check.py"):
+        (package / module).write_text((Path(kvpool.__file__).parent / module).read_text())
+    done = run("import kvpool", PYTHONPATH=str(tmp_path))
+    assert "ImportError: kvpool's extension is not built" in done.stderr and "make build" in done.stderr
