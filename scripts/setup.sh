@@ -8,7 +8,7 @@ python=${1:-python3}
 say() { printf '==> %s\n' "$*"; }
 
 missing_packages() {
-  local wanted=(g++ cmake ninja-build libgtest-dev librapidcheck-dev libbenchmark-dev)
+  local wanted=(g++ cmake ninja-build libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev)
   wanted+=(libopenblas0-pthread)
   "$python" -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
   "$python" -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' \
