@@ -1,0 +1,66 @@
+#pragma once
+
+#include <mlx/array.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvpool {
+
+namespace codec {
+struct VectorQuantizer;
+}  // namespace codec
+
+/// How the keys, or the values, of all layers of a model are product-quantised. Plain data.
+struct VecInferStream {
+  /// Channels to a code (2, 4 or 8), and bits of a code (8; 12 with 8 channels).
+  int sub_dim;
+  int code_bits;
+  /// (n_codebooks, 2^code_bits, sub_dim), int8: centroid c of codebook i is
+  /// scales[i] * centroids[i][c].
+  mlx::core::array centroids;
+  /// (n_codebooks,), float32.
+  mlx::core::array scales;
+  /// (n_layers, n_kv_heads), int32: the codebook of each head; layers and heads may share.
+  mlx::core::array codebook_of;
+  /// (n_layers, n_kv_heads, head_dim), float32: what is coded is hadamard((x - mean) / smooth).
+  mlx::core::array smooth;
+  mlx::core::array mean;
+  bool hadamard = true;
+};
+
+/// What one layer needs; shared by all caches of the layer.
+struct VecInferLayer {
+  std::shared_ptr<const codec::VectorQuantizer> keys;
+  std::shared_ptr<const codec::VectorQuantizer> values;
+};
+
+/// The codebooks of one model for one of the formats vecinfer1 to vecinfer4. Immutable; thread-safe.
+class VecInferCodebooks {
+ public:
+  /// Evaluates the arrays and copies them.
+  /// @param format  "vecinfer1", "vecinfer1.5", "vecinfer2", "vecinfer3" or "vecinfer4".
+  /// @throws std::invalid_argument naming the array that does not fit the others or the format, and
+  ///         what is allowed.
+  VecInferCodebooks(std::string format, const VecInferStream& keys, const VecInferStream& values);
+
+  const std::string& format() const noexcept { return format_; }
+  std::int64_t n_layers() const noexcept { return static_cast<std::int64_t>(layers_.size()); }
+  std::int64_t n_kv_heads() const noexcept { return n_kv_heads_; }
+  std::int64_t head_dim() const noexcept { return head_dim_; }
+  /// @throws std::out_of_range.
+  const VecInferLayer& layer(std::int64_t index) const;
+  /// Bytes of the centroids, scales and transforms as they are held, all layers together.
+  std::size_t nbytes() const noexcept { return nbytes_; }
+
+ private:
+  std::string format_;
+  std::int64_t n_kv_heads_ = 0;
+  std::int64_t head_dim_ = 0;
+  std::vector<VecInferLayer> layers_;
+  std::size_t nbytes_ = 0;
+};
+
+}  // namespace kvpool
