@@ -28,9 +28,9 @@ void keep(Buffers& buffers, const std::shared_ptr<BlockBytes>& bytes) {
 BlockMemory::BlockMemory(std::shared_ptr<MlxBufferPool> buffers)
     : places_(std::move(buffers)), chain_({std::uint8_t{0}}, mx::uint8) {}
 
-std::shared_ptr<BlockBytes> BlockMemory::take(std::size_t bytes) {
+std::shared_ptr<BlockBytes> BlockMemory::take(std::size_t bytes, Stay stay) {
   std::unique_lock guard(places_mutex_);
-  const Place place = places_.take(bytes);
+  const Place place = places_.take(bytes, stay);
   guard.unlock();
   try {
     return std::make_shared<BlockBytes>(shared_from_this(), place);

@@ -50,7 +50,7 @@ class BlockMemory : public std::enable_shared_from_this<BlockMemory> {
  public:
   explicit BlockMemory(std::shared_ptr<MlxBufferPool> buffers);
 
-  std::shared_ptr<BlockBytes> take(std::size_t bytes);
+  std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay = Stay::kLong);
   std::size_t resident_bytes() const;
 
   /// Puts `make_op(latest)` in the place of the latest link, with no other op coming between.

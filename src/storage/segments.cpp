@@ -11,7 +11,7 @@ namespace kvpool::detail {
 namespace {
 
 constexpr std::size_t kLargestSegment = std::size_t{16} << 20;
-constexpr std::size_t kGrowthDivisor = 32;
+constexpr std::size_t kGrowthDivisor = 64;
 constexpr std::size_t kWasteDivisor = 32;  ///< Of a segment, what is too short for one more place.
 
 std::list<Segment>::iterator find(std::list<Segment>& segments, const Segment* segment) {
@@ -24,7 +24,7 @@ std::list<Segment>::iterator find(std::list<Segment>& segments, const Segment* s
 SegmentList::SegmentList(std::shared_ptr<MlxBufferPool> buffers) : buffers_(std::move(buffers)) {}
 
 SegmentList::~SegmentList() {
-  for (auto& [place_bytes, size] : sizes_) {
+  for (auto& [key, size] : sizes_) {
     while (!size.open.empty()) remove(size.open, size.open.begin());
     while (!size.full.empty()) remove(size.full, size.full.begin());
   }
@@ -37,11 +37,11 @@ void SegmentList::remove(std::list<Segment>& segments, std::list<Segment>::itera
 }
 
 bool SegmentList::has_free(std::size_t place_bytes) const {
-  const auto size = sizes_.find(place_bytes);
+  const auto size = sizes_.find({place_bytes, Stay::kLong});
   return size != sizes_.end() && !size->second.open.empty();
 }
 
-void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes) {
+void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes, Stay stay) {
   const std::size_t grown = std::min(size.bytes / kGrowthDivisor, kLargestSegment);
   std::size_t bytes = std::max(std::bit_ceil(place_bytes), std::bit_floor(grown));
   while (bytes <= size.bytes / 2 && bytes % place_bytes > bytes / kWasteDivisor) bytes *= 2;
@@ -50,14 +50,15 @@ void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes) {
   std::iota(free.rbegin(), free.rend(), 0U);
   const MlxBuffer buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8,
                                            {static_cast<mx::ShapeElem>(bytes)});
-  size.open.push_back(Segment{buffer, buffer.array(), place_bytes, n_places, std::move(free)});
+  size.open.push_back(Segment{buffer, buffer.array(), place_bytes, n_places, stay,
+                              std::move(free)});
   size.bytes += buffer.capacity();
   resident_bytes_ += buffer.capacity();
 }
 
-Place SegmentList::take(std::size_t place_bytes) {
-  SizeClass& size = sizes_[place_bytes];
-  if (size.open.empty()) add_segment(size, place_bytes);
+Place SegmentList::take(std::size_t place_bytes, Stay stay) {
+  SizeClass& size = sizes_[{place_bytes, stay}];
+  if (size.open.empty()) add_segment(size, place_bytes, stay);
   Segment& segment = size.open.front();
   const Place place{&segment, segment.free.back()};
   segment.free.pop_back();
@@ -67,7 +68,7 @@ Place SegmentList::take(std::size_t place_bytes) {
 
 void SegmentList::give_back(const Place& place) noexcept {
   Segment& segment = *place.segment;
-  SizeClass& size = sizes_.find(segment.place_bytes)->second;
+  SizeClass& size = sizes_.find({segment.place_bytes, segment.stay})->second;
   if (segment.free.empty()) {
     size.open.splice(size.open.end(), size.full, find(size.full, &segment));
   }

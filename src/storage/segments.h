@@ -7,11 +7,16 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kvpool/mlx_buffer_pool.h"
 
 namespace kvpool::detail {
+
+/// How long a place will be held. Those that go together lie together, so that whole segments become
+/// free. kMedium: as long as a raw window; kShort: until the next tokens come.
+enum class Stay : std::uint8_t { kLong, kMedium, kShort };
 
 /// A buffer cut into places of one size, and the latest version of its contents.
 struct Segment {
@@ -19,6 +24,7 @@ struct Segment {
   mlx::core::array version;
   std::size_t place_bytes;
   std::size_t n_places;
+  Stay stay;
   std::vector<std::uint32_t> free;  ///< Places not taken.
   std::uint64_t thread = 0;         ///< Whose work `version` waits for, to those who ask.
 };
@@ -31,7 +37,7 @@ struct Place {
   std::size_t offset() const noexcept { return index * segment->place_bytes; }
 };
 
-/// Places by size, in segments that never move. A new segment is up to a 32nd of what its size
+/// Places by size, in segments that never move. A new segment is up to a 64th of what its size
 /// holds already, so that few segments serve many blocks and little is held that no block needs; one
 /// without a place taken goes back. Not thread-safe.
 class SegmentList {
@@ -44,7 +50,7 @@ class SegmentList {
   bool has_free(std::size_t place_bytes) const;
   /// Takes a place; adds a segment if none of this size is free. Throws what MlxBufferPool throws,
   /// changing nothing.
-  Place take(std::size_t place_bytes);
+  Place take(std::size_t place_bytes, Stay stay = Stay::kLong);
   void give_back(const Place& place) noexcept;
 
   std::size_t resident_bytes() const noexcept { return resident_bytes_; }
@@ -56,11 +62,11 @@ class SegmentList {
     std::size_t bytes = 0;
   };
 
-  void add_segment(SizeClass& size, std::size_t place_bytes);
+  void add_segment(SizeClass& size, std::size_t place_bytes, Stay stay);
   void remove(std::list<Segment>& segments, std::list<Segment>::iterator segment) noexcept;
 
   const std::shared_ptr<MlxBufferPool> buffers_;
-  std::map<std::size_t, SizeClass> sizes_;
+  std::map<std::pair<std::size_t, Stay>, SizeClass> sizes_;
   std::size_t resident_bytes_ = 0;
 };
 

@@ -1,4 +1,4 @@
-"""Prints the rows of docs/performance.md that need no model: ``make bench``.
+"""The pool rows of docs/performance.md: ``make bench``.
 
 Each row is measured beside what it is compared with, in turn, ROUNDS times; the figure is the median
 round, and the ratio the median of the rounds' ratios. Needs the ``release`` preset built. The Python
@@ -8,37 +8,19 @@ peer is installed into .peer.
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rows import Row, console, print_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "build/release/bench"
 PEER = ROOT / ".peer"
 PEER_PACKAGES = ["veloxquant-mlx==0.94.15", "mlx[cpu]"]
 ROUNDS = 5
-
-console = Console()
-
-
-@dataclass(frozen=True)
-class Row:
-    what: str
-    ours: Callable[[dict], float]
-    theirs: Callable[[dict], float]
-    unit: str
-    against: str
-    target: str
-    met: Callable[[float, float], bool]
 
 
 def cpp(binary: str) -> dict[str, dict]:
@@ -108,21 +90,7 @@ def main() -> int:
         for _ in track(range(ROUNDS), description="measuring", console=console, transient=True)
     ]
 
-    table = Table(title=f"kvpool, {platform.machine()}, median of {ROUNDS} rounds")
-    for column in ("what", "kvpool", "against", "", "ratio", "target", "met"):
-        table.add_column(column, justify="left" if column in ("what", "against", "target") else "right")
-    all_met = True
-    for row in ROWS:
-        ours = [row.ours(r) for r in rounds]
-        theirs = [row.theirs(r) for r in rounds]
-        met = row.met(median(ours), median(theirs))
-        all_met &= met
-        table.add_row(
-            row.what, f"{median(ours):.1f} {row.unit}", row.against, f"{median(theirs):.1f} {row.unit}",
-            f"{median(a / b for a, b in zip(ours, theirs)):.3g}", row.target, "yes" if met else "NO",
-        )
-    console.print(table)
-    return 0 if all_met else 1
+    return 0 if print_rows("kvpool", ROWS, rounds) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,201 @@
+"""The attention and memory rows of docs/performance.md: ``make bench``.
+
+    python bench/attention.py [--tokens 8192] [--rounds 7]
+
+SmolLM2-135M's shape: 30 layers of caches with memory of their own, 9 query and 3 KV heads of 64, one query a step,
+random contents. What is compared takes turns in one process. Times are of MLX's evaluation from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.cli.blas import use_openblas
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
+BLOCK, CHUNK = 32, 512
+MIB = 2**20
+SCALE = HEAD_DIM**-0.5
+TYPES = ("float32", "bfloat16")
+WINDOW, SINK = 128, 16
+#: Bits of an element in a sealed block of 32 tokens: the code, and scale and bias over 32 elements.
+PACKED = {"int8": 9, "int4": 5, "int2": 3, "kivi4": 5, "kivi2": 3}
+BITS = {"raw float32": 32, "raw bfloat16": 16} | PACKED
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    print(use_openblas(), file=sys.stderr)
+
+    from rows import print_rows
+    from rich.progress import track
+
+    steps, held = build(arguments.tokens)
+    for step in steps.values():
+        step()
+    rounds = [
+        {name: timed(step) for name, step in steps.items()} | held
+        for _ in track(range(arguments.rounds), description="measuring", transient=True)
+    ]
+    title = f"{LAYERS} layers of {HEADS} heads, {KV_HEADS} KV heads of {HEAD_DIM}, {arguments.tokens} tokens"
+    return 0 if print_rows(title, rows(arguments.tokens), rounds) else 1
+
+
+def build(n_tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, float]]:
+    """What is timed, by name, and the MiB by which MLX's active memory grew for each format, "NAME held"."""
+    import mlx.core as mx
+    from rich.progress import track
+
+    steps: dict[str, Callable[[], None]] = {}
+    held: dict[str, float] = {}
+    cases = [(dtype, "raw") for dtype in TYPES] + [("bfloat16", name) for name in PACKED]
+    for dtype, name in track(cases, description="filling caches", transient=True):
+        key = f"{name} {dtype}" if name == "raw" else name
+        gc.collect()
+        before = mx.get_active_memory()
+        caches = paged(name)
+        fill(caches, n_tokens, dtype)
+        steps[f"{key} attend"] = attend(caches, dtype)
+        steps[f"{key} append"] = append(caches, dtype)
+        steps[f"{key} append"]()
+        gc.collect()
+        held[f"{key} held"] = (mx.get_active_memory() - before) / MIB
+    for dtype in TYPES:
+        steps[f"sdpa {dtype}"] = sdpa(n_tokens, dtype)
+    steps["decode step"] = decode_step()
+    return steps, held
+
+
+def paged(name: str) -> list[Any]:
+    from kvpool import BlockPoolAllocator, PoolConfig
+    from kvpool._core import PagedKVCacheConfig, PagedStorage
+    from kvpool.paged_cache import PagedKVCache
+
+    pool = BlockPoolAllocator(PoolConfig(block_size=BLOCK, n_blocks=64, grow_on_exhaustion=True))
+    storage = PagedStorage(pool)
+    return [PagedKVCache(storage, PagedKVCacheConfig(name, name, window=WINDOW, sink=SINK)) for _ in range(LAYERS)]
+
+
+def rows_of(n_tokens: int, dtype: str) -> tuple[Any, Any]:
+    import mlx.core as mx
+
+    size = (1, KV_HEADS, n_tokens, HEAD_DIM)
+    pair = tuple(mx.random.normal(size, getattr(mx, dtype)) for _ in range(2))
+    mx.eval(pair)
+    return pair
+
+
+def fill(caches: list[Any], n_tokens: int, dtype: str) -> None:
+    import mlx.core as mx
+
+    for start in range(0, n_tokens, CHUNK):
+        keys, values = rows_of(min(CHUNK, n_tokens - start), dtype)
+        for cache in caches:
+            cache.update_and_fetch(keys, values)
+        mx.eval([cache.state for cache in caches])
+
+
+def attend(caches: list[Any], dtype: str) -> Callable[[], None]:
+    import mlx.core as mx
+
+    queries = mx.random.normal((1, HEADS, 1, HEAD_DIM), getattr(mx, dtype))
+    return lambda: mx.eval([cache.attend(queries, SCALE) for cache in caches])
+
+
+def append(caches: list[Any], dtype: str) -> Callable[[], None]:
+    """A block of tokens, one at a time, so that one block of each layer is sealed. The caches grow."""
+    import mlx.core as mx
+
+    keys, values = rows_of(1, dtype)
+
+    def step() -> None:
+        for _ in range(BLOCK):
+            for cache in caches:
+                cache.update_and_fetch(keys, values)
+            mx.eval(caches[0].state)
+
+    return step
+
+
+def sdpa(n_tokens: int, dtype: str) -> Callable[[], None]:
+    import mlx.core as mx
+
+    queries = mx.random.normal((1, HEADS, 1, HEAD_DIM), getattr(mx, dtype))
+    layers = [rows_of(n_tokens, dtype) for _ in range(LAYERS)]
+    return lambda: mx.eval(
+        [mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE) for keys, values in layers]
+    )
+
+
+def timed(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def decode_step() -> Callable[[], None]:
+    """A step of the default model itself, over an empty cache."""
+    import mlx.core as mx
+    from kvpool import models
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, _, _ = models.load(None, "float32")
+    caches = make_prompt_cache(model)
+
+    def step() -> None:
+        mx.eval(model(mx.array([[1]]), cache=caches))
+        for cache in caches:
+            cache.trim(1)
+
+    return step
+
+
+def packed_mib(bits: int, raw_bits: int, n_tokens: int) -> float:
+    n_raw = WINDOW + SINK
+    elements = 2 * LAYERS * KV_HEADS * HEAD_DIM
+    return elements * (n_raw * raw_bits + (n_tokens - n_raw) * bits) / 8 / MIB
+
+
+def rows(n_tokens: int) -> list[Any]:
+    from rows import Row
+
+    def times_faster(factor: float) -> tuple[str, Callable[[float, float], bool]]:
+        return f"≥ {factor} × as fast", lambda ours, theirs: theirs >= factor * ours
+
+    out = [
+        Row(f"attend, raw, {dtype}", lambda r, d=dtype: r[f"raw {d} attend"], lambda r, d=dtype: r[f"sdpa {d}"],
+            "ms", "mx.fast SDPA", *times_faster(factor))
+        for dtype, factor in zip(TYPES, (8, 20))
+    ]  # fmt: skip
+    for name in PACKED:
+        factor = 1.0 if name == "int8" else 2.5 if name.endswith("2") else 2.0
+        out.append(
+            Row(f"attend, {name}", lambda r, n=name: r[f"{n} attend"], lambda r: r["raw bfloat16 attend"],
+                "ms", "raw, bfloat16", *times_faster(factor))
+        )  # fmt: skip
+    for name in BITS:
+        out.append(
+            Row(f"append + seal, {name}, a token", lambda r, n=name: r[f"{n} append"] / BLOCK,
+                lambda r: r["decode step"], "ms", "decode step of the model, float32", "≤ 0.05 ×",
+                lambda ours, theirs: ours <= 0.05 * theirs)
+        )  # fmt: skip
+    for name, bits in BITS.items():
+        raw_bits = 32 if name == "raw float32" else 16
+        packed = packed_mib(bits, raw_bits, n_tokens + BLOCK)
+        out.append(
+            Row(f"memory held, {name}", lambda r, n=name: r[f"{n} held"], lambda _, p=packed: p,
+                "MiB", f"packed, {WINDOW + SINK} tokens raw", "≤ 1.05 ×", lambda ours, theirs: ours <= 1.05 * theirs)
+        )  # fmt: skip
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())
