@@ -27,7 +27,8 @@ struct PagedKVCacheConfig {
   std::string value_format = "raw";
   /// Channels to a scale: 32 or 64.
   int group_size = 32;
-  /// Integer formats are stored after an orthonormal Hadamard transform, which spreads outliers.
+  /// What has a scale by groups of channels (int formats, the values of kivi) is stored after an
+  /// orthonormal Hadamard transform, which spreads outliers.
   bool hadamard = true;
   /// Newest tokens that stay raw.
   std::int64_t window = 128;

@@ -36,7 +36,7 @@ def make_prompt_cache(
         window: newest tokens that stay raw.
         sink: first tokens that stay raw.
         group_size: channels to a scale, 32 or 64.
-        hadamard: whether integer formats are stored after a Hadamard transform.
+        hadamard: whether int formats and the values of kivi are stored after a Hadamard transform.
         owner: id of the request; a new one if None.
 
     Raises ValueError naming what is not allowed.

@@ -30,7 +30,7 @@ codec::Code raw_code(mx::Dtype dtype) {
   }
 }
 
-codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag,
+codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag, codec::Role role,
                         codec::Code raw) {
   if (tag == "raw") return {raw};
   codec::Format format{codec::code_of(tag), static_cast<std::uint8_t>(config.group_size)};
@@ -39,7 +39,8 @@ codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag
         message("format must be raw (the model's own type), int8, int4, int2, kivi4 or kivi2, got '",
                 tag, "'"));
   }
-  format.hadamard = config.hadamard && format.code <= codec::Code::kInt2;
+  const bool by_channel = format.code > codec::Code::kInt2 && role == codec::Role::kKeys;
+  format.hadamard = config.hadamard && !by_channel;
   return format;
 }
 
@@ -49,9 +50,8 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
                            std::span<const Owner> owners)
     : storage_(std::move(storage)), config_(std::move(config)) {
   if (storage_ == nullptr) throw std::invalid_argument(message("storage must not be null"));
-  for (const std::string* tag : {&config_.key_format, &config_.value_format}) {
-    format_of(config_, *tag, codec::Code::kFp16);
-  }
+  format_of(config_, config_.key_format, codec::Role::kKeys, codec::Code::kFp16);
+  format_of(config_, config_.value_format, codec::Role::kValues, codec::Code::kFp16);
   if (config_.group_size != 32 && config_.group_size != 64) {
     throw std::invalid_argument(message("group_size must be 32 or 64, got ", config_.group_size));
   }
@@ -81,7 +81,7 @@ std::unique_ptr<detail::LayerFormat> PagedKVCache::make_format(std::int64_t n_kv
     const auto kind = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
     const auto head_dim = static_cast<int>(std::min<std::int64_t>(dims[role], 1 << 20));
     format->raw[role] = {{raw}, kind, block_size, head_dim};
-    format->sealed[role] = {format_of(config_, *tags[role], raw), kind, block_size, head_dim};
+    format->sealed[role] = {format_of(config_, *tags[role], kind, raw), kind, block_size, head_dim};
     codec::validate(format->raw[role]);
     codec::validate(format->sealed[role]);
   }

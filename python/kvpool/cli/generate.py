@@ -73,7 +73,7 @@ def generate(
     sink: Annotated[int, typer.Option(min=0, max=1 << 24, help="First tokens that stay raw.")] = 16,
     group_size: Annotated[GroupSize, typer.Option(help="Elements that share a scale in int formats.")] = GroupSize.g32,
     hadamard: Annotated[
-        bool, typer.Option("--hadamard/--no-hadamard", help="Store int formats after a Hadamard transform.")
+        bool, typer.Option("--hadamard/--no-hadamard", help="Store int formats and kivi's values after a Hadamard transform.")
     ] = True,
     block_size: Annotated[
         Optional[int],

@@ -127,7 +127,7 @@ class DenseRow {
     if (tag == "raw" || block.sealed[role]) return;
     codec::PartGeometry part;
     part.format = {codec::code_of(tag), static_cast<std::uint8_t>(config_.group_size)};
-    part.format.hadamard = config_.hadamard && tag.starts_with("int");
+    part.format.hadamard = config_.hadamard && (role == 1 || tag.starts_with("int"));
     part.role = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
     part.block_size = kBlockSize;
     part.head_dim = kHeadDims[role];
