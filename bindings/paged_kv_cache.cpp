@@ -23,7 +23,10 @@ void bind_paged_kv_cache(nb::module_& m) {
       .def(nb::init<std::shared_ptr<BlockPoolAllocator>, std::shared_ptr<MlxBufferPool>>(),
            "pool"_a, "buffers"_a.none() = nb::none())
       .def_prop_ro("pool", &PagedStorage::pool)
-      .def("resident_bytes", &PagedStorage::resident_bytes, "Bytes of all segments held.");
+      .def_prop_ro("level", &PagedStorage::level,
+                   "What runs the caches' ops: a level of kernels, or \"ops\", MLX's own on any device.\n"
+                   "Chosen for the device in use when this was made; KVPOOL_KERNELS forces one.")
+      .def("resident_bytes", &PagedStorage::resident_bytes, "Bytes held for blocks.");
 
   nb::class_<PagedKVCacheConfig>(m, "PagedKVCacheConfig", "How a PagedKVCache stores tokens.")
       .def(

@@ -16,6 +16,7 @@
 namespace kvpool {
 
 namespace detail {
+class BlockMemory;
 class Sequence;
 struct LayerFormat;
 }  // namespace detail
@@ -67,8 +68,8 @@ struct PagedRowImage {
 /// when the next tokens come. Rows have lengths of their own; nothing is padded. Blocks are shared
 /// with forks by reference and copied when one side writes.
 ///
-/// Ops are lazy and run on the CPU stream in use, or the CPU's default one. Nothing here evaluates an
-/// array. Not thread-safe: caches of one storage are used by one thread at a time (PagedStorage).
+/// Ops are lazy and run on the stream in use; those of kernels (PagedStorage::level()) on the CPU's
+/// default one if that is not the CPU's. Nothing here evaluates an array. Not thread-safe: caches of one storage are used by one thread at a time (PagedStorage).
 class PagedKVCache {
  public:
   using KeysAndValues = std::pair<mlx::core::array, mlx::core::array>;
@@ -130,7 +131,7 @@ class PagedKVCache {
 
   /// Bytes of the blocks held; shared ones count for each holder.
   std::size_t nbytes() const noexcept;
-  /// The link that all ops so far hang on: evaluating it runs them.
+  /// Evaluating it runs all writes so far, of all caches of the storage.
   mlx::core::array pending() const;
 
   const std::shared_ptr<PagedStorage>& storage() const noexcept { return storage_; }
@@ -145,6 +146,7 @@ class PagedKVCache {
   void adopt_format(const PagedKVCache& other);
 
   std::shared_ptr<PagedStorage> storage_;
+  std::shared_ptr<detail::BlockMemory> memory_;  ///< Of new blocks.
   PagedKVCacheConfig config_;
   std::vector<std::unique_ptr<detail::Sequence>> rows_;
   std::unique_ptr<detail::LayerFormat> format_;  ///< Null until the first append.

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "kvpool/block_pool.h"
 #include "kvpool/mlx_buffer_pool.h"
@@ -9,7 +10,7 @@
 namespace kvpool {
 
 namespace detail {
-class BlockMemory;
+class Backend;
 }  // namespace detail
 
 /// What the paged caches of all layers and requests share: the pool that counts their blocks and the
@@ -19,20 +20,24 @@ class BlockMemory;
 class PagedStorage {
  public:
   /// @param buffers  where memory comes from; a pool of its own if null.
-  /// @throws std::invalid_argument if `pool` is null.
+  /// @throws std::invalid_argument if `pool` is null, or KVPOOL_KERNELS names no level that runs here.
   explicit PagedStorage(std::shared_ptr<BlockPoolAllocator> pool,
                         std::shared_ptr<MlxBufferPool> buffers = nullptr);
 
   const std::shared_ptr<BlockPoolAllocator>& pool() const noexcept { return pool_; }
-  /// Bytes of all segments held.
+  /// What runs the caches' ops, chosen for the stream in use when this was made: a level of kernels
+  /// ("scalar", "avx2", "avx512"), or "ops", MLX's own on whatever device is in use. KVPOOL_KERNELS
+  /// forces one.
+  std::string level() const;
+  /// Bytes held for blocks.
   std::size_t resident_bytes() const;
 
   /// For the library's own use.
-  const std::shared_ptr<detail::BlockMemory>& memory() const noexcept { return memory_; }
+  const std::shared_ptr<detail::Backend>& backend() const noexcept { return backend_; }
 
  private:
   std::shared_ptr<BlockPoolAllocator> pool_;
-  std::shared_ptr<detail::BlockMemory> memory_;
+  std::shared_ptr<detail::Backend> backend_;
 };
 
 }  // namespace kvpool

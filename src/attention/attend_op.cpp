@@ -1,15 +1,12 @@
-#include "attention/attend_op.h"
-
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
 
 #include <memory>
-#include <stdexcept>
 
+#include "attention/attention.h"
+#include "backend/native.h"
 #include "storage/cpu_op.h"
-#include "util/concat.h"
-#include "util/shape_text.h"
 
 namespace mx = mlx::core;
 
@@ -17,19 +14,9 @@ namespace kvpool::detail {
 
 namespace {
 
-std::string message(const auto&... parts) { return concat("[attend] ", parts...); }
-
 attention::DType dtype_of(mx::Dtype dtype) {
-  switch (dtype) {
-    case mx::float32:
-      return attention::DType::kFp32;
-    case mx::float16:
-      return attention::DType::kFp16;
-    case mx::bfloat16:
-      return attention::DType::kBf16;
-    default:
-      throw std::invalid_argument(message("queries must be float32, float16 or bfloat16"));
-  }
+  if (dtype == mx::float32) return attention::DType::kFp32;
+  return dtype == mx::float16 ? attention::DType::kFp16 : attention::DType::kBf16;
 }
 
 /// Arguments with all but the addresses of the arrays.
@@ -68,20 +55,9 @@ class AttendOp final : public CpuOp {
 };
 
 /// `mask` as the driver takes it: bool or fp32, contiguous; its strides go into `out`.
-mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t n_keys,
-                   attention::Mask& out, mx::Stream stream) {
+mx::array laid_out(const mx::array& mask, std::int64_t n_keys, attention::Mask& out,
+                   mx::Stream stream) {
   const bool is_bool = mask.dtype() == mx::bool_;
-  const auto length = static_cast<mx::ShapeElem>(n_keys);
-  const mx::Shape wanted{queries.shape(0), queries.shape(1), queries.shape(2), length};
-  bool fits = mask.ndim() <= 4 && (is_bool || mx::issubdtype(mask.dtype(), mx::floating));
-  for (int axis = 1; fits && axis <= static_cast<int>(mask.ndim()); ++axis) {
-    fits =
-        mask.shape(-axis) == 1 || mask.shape(-axis) == wanted[static_cast<std::size_t>(4 - axis)];
-  }
-  if (!fits) {
-    throw std::invalid_argument(message("mask must be bool or float and broadcast to ",
-                                        shape_text(wanted), ", got ", shape_text(mask.shape())));
-  }
   const mx::array plain =
       mx::contiguous(is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
   out.kind = is_bool ? attention::Mask::Kind::kBool : attention::Mask::Kind::kAdditive;
@@ -97,18 +73,9 @@ mx::array laid_out(const mx::array& mask, const mx::array& queries, std::int64_t
 
 }  // namespace
 
-mx::array attend(BlockMemory& memory, const LayerFormat& format, const std::vector<AttendRow>& rows,
-                 const mx::array& queries, float scale, const Visibility& visibility) {
-  if (queries.ndim() != 4 || queries.shape(0) != static_cast<mx::ShapeElem>(rows.size()) ||
-      queries.shape(3) != format.raw[0].head_dim || queries.shape(1) < 1 ||
-      queries.shape(1) % format.n_kv_heads != 0) {
-    throw std::invalid_argument(message("queries must be (", rows.size(), ", a multiple of ",
-                                        format.n_kv_heads, ", S, ", format.raw[0].head_dim,
-                                        "), got ", shape_text(queries.shape())));
-  }
-  if (!(visibility.soft_cap >= 0.0F)) {
-    throw std::invalid_argument(message("soft_cap must be >= 0, got ", visibility.soft_cap));
-  }
+mx::array NativeBackend::attend(const LayerFormat& format, std::span<const AttendRow> rows,
+                                const mx::array& queries, float scale,
+                                const Visibility& visibility) {
   const mx::Stream stream = cpu_stream();
   auto work = std::make_shared<AttendWork>();
   attention::Arguments& arguments = work->arguments;
@@ -128,27 +95,18 @@ mx::array attend(BlockMemory& memory, const LayerFormat& format, const std::vect
   arguments.soft_cap = visibility.soft_cap;
 
   for (const AttendRow& row : rows) {
-    work->views.push_back(row.view);
-    work->sequences.push_back({row.view->blocks, row.query_position});
+    work->views.push_back(row.sequence->view(format));
+    work->sequences.push_back({work->views.back()->blocks, row.query_position});
   }
   arguments.sequences = work->sequences;
 
-  std::vector<mx::array> inputs{memory.latest_link(), mx::contiguous(queries, false, stream)};
+  std::vector<mx::array> inputs{pending(), mx::contiguous(queries, false, stream)};
   if (visibility.mask) {
-    for (const AttendRow& row : rows) {
-      if (row.length != rows.front().length) {
-        throw std::invalid_argument(message("a mask array needs rows of one length"));
-      }
-    }
-    inputs.push_back(
-        laid_out(*visibility.mask, queries, rows.front().length, arguments.mask, stream));
+    const std::int64_t n_keys = rows.empty() ? 0 : rows.front().sequence->length();
+    inputs.push_back(laid_out(*visibility.mask, n_keys, arguments.mask, stream));
     work->has_mask = true;
   }
   if (visibility.sinks) {
-    if (visibility.sinks->ndim() != 1 || visibility.sinks->shape(0) != arguments.n_heads) {
-      throw std::invalid_argument(message("sinks must be (", arguments.n_heads, ",), got ",
-                                          shape_text(visibility.sinks->shape())));
-    }
     inputs.push_back(
         mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false, stream));
     work->has_sinks = true;
@@ -157,7 +115,7 @@ mx::array attend(BlockMemory& memory, const LayerFormat& format, const std::vect
   mx::Shape out_shape = queries.shape();
   out_shape[3] = format.raw[1].head_dim;
   mx::array out = queries;
-  memory.extend_chain([&](const mx::array& latest) {
+  extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;
     auto outputs =
         mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},

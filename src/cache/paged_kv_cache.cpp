@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention/attend_op.h"
-#include "sequence/block_ops.h"
-#include "sequence/image_ops.h"
+#include "backend/backend.h"
+#include "sequence/image_layout.h"
 #include "sequence/sequence.h"
 #include "util/concat.h"
 #include "util/shape_text.h"
@@ -50,6 +49,7 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
                            std::span<const Owner> owners)
     : storage_(std::move(storage)), config_(std::move(config)) {
   if (storage_ == nullptr) throw std::invalid_argument(message("storage must not be null"));
+  memory_ = storage_->backend()->memory_for_cache();
   format_of(config_, config_.key_format, codec::Role::kKeys, codec::Code::kFp16);
   format_of(config_, config_.value_format, codec::Role::kValues, codec::Code::kFp16);
   if (config_.group_size != 32 && config_.group_size != 64) {
@@ -61,8 +61,7 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
     if (value < 0) throw std::invalid_argument(message(name, " must be >= 0, got ", value));
   }
   for (const Owner owner : owners) {
-    rows_.push_back(
-        std::make_unique<detail::Sequence>(storage_->pool(), storage_->memory(), owner));
+    rows_.push_back(std::make_unique<detail::Sequence>(storage_->pool(), memory_, owner));
   }
 }
 
@@ -145,8 +144,7 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
     positions[i] = rows_[i]->length() - from;
     plans.push_back(rows_[i]->plan_append(format, static_cast<std::int64_t>(i), from, n, tasks));
   }
-  detail::run_append(*storage_->memory(), format, tasks, mx::astype(keys, dtype),
-                     mx::astype(values, dtype));
+  storage_->backend()->append(format, tasks, mx::astype(keys, dtype), mx::astype(values, dtype));
   if (first_format != nullptr) format_ = std::move(first_format);
   dtype_ = dtype;
   for (detail::Sequence::Plan& plan : plans) plan.commit();
@@ -168,7 +166,7 @@ PagedKVCache::KeysAndValues PagedKVCache::fetch() const {
                                    : 0;
     rows.push_back({row.snapshot(), first, row.length()});
   }
-  return detail::gather(*storage_->memory(), *format_, std::move(rows), *dtype_);
+  return storage_->backend()->gather(*format_, std::move(rows), *dtype_);
 }
 
 mx::array PagedKVCache::attend(const mx::array& queries, float scale, const AttentionMask& mask,
@@ -177,11 +175,12 @@ mx::array PagedKVCache::attend(const mx::array& queries, float scale, const Atte
   if (format_ == nullptr) throw std::invalid_argument(message("there is no token to attend to"));
   std::vector<detail::AttendRow> rows;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
-    rows.push_back({rows_[i]->view(*format_), first_positions_[i], rows_[i]->length()});
+    rows.push_back({rows_[i].get(), first_positions_[i]});
   }
   const std::int64_t reach = window > 0 ? window : config_.sliding_window;
-  return detail::attend(*storage_->memory(), *format_, rows, queries, scale,
-                        {mask.causal || reach > 0, reach, mask.array, sinks, soft_cap});
+  const detail::Visibility visibility{mask.causal || reach > 0, reach, mask.array, sinks, soft_cap};
+  detail::check_attend(*format_, rows, queries, visibility);
+  return storage_->backend()->attend(*format_, rows, queries, scale, visibility);
 }
 
 std::vector<std::int64_t> PagedKVCache::lengths() const {
@@ -204,6 +203,7 @@ std::int64_t PagedKVCache::trim(std::int64_t n) {
   const std::int64_t n_trimmed = std::clamp<std::int64_t>(n, 0, size());
   if (n_trimmed == 0 || !is_trimmable()) return 0;
   for (const auto& row : rows_) {
+    if (!row->held()) row->clear();
     row->shorten(std::max<std::int64_t>(0, row->length() - n_trimmed));
   }
   return n_trimmed;
@@ -242,8 +242,7 @@ void PagedKVCache::fork_rows(const PagedKVCache& other, std::span<const std::int
   std::vector<std::int64_t> positions;
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const auto index = static_cast<std::size_t>(indices[i]);
-    rows.push_back(
-        std::make_unique<detail::Sequence>(storage_->pool(), storage_->memory(), owners[i]));
+    rows.push_back(std::make_unique<detail::Sequence>(storage_->pool(), memory_, owners[i]));
     if (other.rows_[index]->held()) rows.back()->fork_from(*other.rows_[index]);
     positions.push_back(rows.back()->length());
   }
@@ -295,8 +294,8 @@ std::optional<PagedRowImage> PagedKVCache::save_row(std::int64_t row) const {
       blocks.push_back(block.format[role] == format_->raw[role].format ? 0 : 1);
     }
   }
-  auto [keys, values] = detail::read_image(*storage_->memory(), *format_,
-                                           {sequence.blocks().begin(), sequence.blocks().end()});
+  auto [keys, values] = storage_->backend()->read_image(
+      *format_, {sequence.blocks().begin(), sequence.blocks().end()});
   return PagedRowImage{format_->raw[0].block_size, format_->n_kv_heads, format_->raw[0].head_dim,
                        format_->raw[1].head_dim,   *dtype_,             std::move(blocks),
                        std::move(keys),            std::move(values)};
@@ -325,7 +324,7 @@ void PagedKVCache::load_row(std::int64_t row, const PagedRowImage& image) {
                                                                         block_size + 1)),
                      {image.blocks[i + 2] != 0, image.blocks[i + 3] != 0}});
   }
-  detail::Sequence restored(storage_->pool(), storage_->memory(), storage_->pool()->new_owner());
+  detail::Sequence restored(storage_->pool(), memory_, storage_->pool()->new_owner());
   detail::Sequence& sequence = *rows_[static_cast<std::size_t>(row)];
   for (const mx::array* bytes : {&image.keys, &image.values}) {
     if (bytes->dtype() != mx::uint8 || bytes->ndim() != 1) {
@@ -341,7 +340,7 @@ void PagedKVCache::load_row(std::int64_t row, const PagedRowImage& image) {
                                           needed, " bytes, got ", bytes.size()));
     }
   }
-  detail::write_image(*storage_->memory(), *format, restored.blocks(), image.keys, image.values);
+  storage_->backend()->write_image(*format, restored.blocks(), image.keys, image.values);
   sequence.fork_from(restored);
   if (format_ == nullptr) {
     format_ = std::move(format);
@@ -357,15 +356,14 @@ std::size_t PagedKVCache::nbytes() const noexcept {
     if (!row->held()) continue;
     for (const detail::TokenBlock& block : row->blocks()) {
       for (int role = 0; role < 2; ++role) {
-        const bool raw = block.format[role] == format_->raw[role].format;
-        bytes += format_->block_bytes(raw ? format_->raw[role] : format_->sealed[role]);
+        bytes += format_->block_bytes(format_->part(role, block.format[role]));
       }
     }
   }
   return bytes;
 }
 
-mx::array PagedKVCache::pending() const { return storage_->memory()->latest_link(); }
+mx::array PagedKVCache::pending() const { return storage_->backend()->pending(); }
 
 std::vector<Owner> PagedKVCache::owners() const {
   std::vector<Owner> owners;

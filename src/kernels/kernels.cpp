@@ -33,7 +33,7 @@ Layout layout_of(codec::Format format, codec::Role role) noexcept {
 }
 
 const KernelTable& table_named(std::string_view name) {
-  std::string allowed;
+  std::string allowed(kOps);
   std::string missing;
   for (const Level& level : levels()) {
     if (level.name == name && level.table != nullptr) return *level.table;
@@ -47,10 +47,15 @@ const KernelTable& table_named(std::string_view name) {
   throw std::invalid_argument(text);
 }
 
+std::string forced_level() {
+  const char* const forced = std::getenv("KVPOOL_KERNELS");
+  return forced != nullptr ? forced : "";
+}
+
 const KernelTable& active() {
   static const KernelTable& table = []() -> const KernelTable& {
-    const char* const forced = std::getenv("KVPOOL_KERNELS");
-    if (forced != nullptr && *forced != '\0') return table_named(forced);
+    const std::string forced = forced_level();
+    if (!forced.empty() && forced != kOps) return table_named(forced);
     const KernelTable* best = nullptr;
     for (const Level& level : levels()) {
       if (level.table != nullptr) best = level.table;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "codec/codec.h"
@@ -108,8 +109,14 @@ std::span<const Level> levels();  // In levels_<architecture>.cpp.
 ///         allowed.
 const KernelTable& table_named(std::string_view name);
 
-/// The level in use: the environment's KVPOOL_KERNELS if set, else the best available. Chosen at
-/// the first call.
+/// The level that has no kernels: paged caches run on MLX's own ops, on any device.
+inline constexpr std::string_view kOps = "ops";
+
+/// The environment's KVPOOL_KERNELS; empty if it is not set.
+std::string forced_level();
+
+/// The level in use: forced_level() if it has kernels, else the best available. Chosen at the first
+/// call.
 /// @throws std::invalid_argument as table_named(), at every call until the variable is mended.
 const KernelTable& active();
 

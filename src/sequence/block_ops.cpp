@@ -1,5 +1,3 @@
-#include "sequence/block_ops.h"
-
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
@@ -9,6 +7,7 @@
 #include <memory>
 
 #include "attention/thread_pool.h"
+#include "backend/native.h"
 #include "storage/cpu_op.h"
 
 namespace mx = mlx::core;
@@ -128,13 +127,12 @@ struct GatherWork {
                     std::byte* out, std::int64_t to_row, std::size_t row_bytes) const {
     if (skip >= block.n_tokens) return;
     std::byte* to = out + static_cast<std::size_t>(to_row + skip) * row_bytes;
-    const bool is_raw = block.format[role] == format.raw[role].format;
-    const codec::PartGeometry& part = is_raw ? format.raw[role] : format.sealed[role];
-    const std::byte* from = block.bytes[role]->address() + head * codec::part_bytes(part);
+    const codec::PartGeometry& part = format.part(role, block.format[role]);
+    const std::byte* from = native(block.bytes[role]).address() + head * codec::part_bytes(part);
     const int first = static_cast<int>(skip);
     const int n_tokens = block.n_tokens - first;
     const auto n = static_cast<std::size_t>(n_tokens);
-    if (is_raw) {
+    if (part.format.is_raw()) {
       std::memcpy(to, from + static_cast<std::size_t>(first) * row_bytes, n * row_bytes);
       return;
     }
@@ -174,22 +172,22 @@ class GatherOp final : public CpuOp {
 
 }  // namespace
 
-void run_append(BlockMemory& memory, const LayerFormat& format, const AppendTasks& tasks,
-                const mx::array& keys, const mx::array& values) {
+void NativeBackend::append(const LayerFormat& format, const AppendTasks& tasks,
+                           const mx::array& keys, const mx::array& values) {
   auto work = std::make_shared<AppendWork>();
   work->format = format;
   for (const CopyTask& task : tasks.copies) {
-    work->copies.push_back({task.from->address(), task.to->address(), task.bytes});
+    work->copies.push_back({native(task.from).address(), native(task.to).address(), task.bytes});
     keep(work->buffers, task.from);
     keep(work->buffers, task.to);
   }
   for (const SealTask& task : tasks.seals) {
-    work->seals.push_back({task.from->address(), task.to->address(), task.role});
+    work->seals.push_back({native(task.from).address(), native(task.to).address(), task.role});
     keep(work->buffers, task.from);
     keep(work->buffers, task.to);
   }
   for (const WriteTask& task : tasks.writes) {
-    work->writes.push_back({{task.to[0]->address(), task.to[1]->address()}, task.batch,
+    work->writes.push_back({{native(task.to[0]).address(), native(task.to[1]).address()}, task.batch,
                             task.first_row, task.slot, task.n_tokens});
     keep(work->buffers, task.to[0]);
     keep(work->buffers, task.to[1]);
@@ -197,14 +195,14 @@ void run_append(BlockMemory& memory, const LayerFormat& format, const AppendTask
   const mx::Stream stream = cpu_stream();
   const mx::array k = mx::contiguous(keys, false, stream);
   const mx::array v = mx::contiguous(values, false, stream);
-  memory.extend_chain([&](const mx::array& latest) {
+  extend_chain([&](const mx::array& latest) {
     return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, std::move(work)),
                      {latest, k, v});
   });
 }
 
-std::pair<mx::array, mx::array> gather(BlockMemory& memory, const LayerFormat& format,
-                                       std::vector<RowBlocks> rows, mx::Dtype dtype) {
+NativeBackend::KeysAndValues NativeBackend::gather(const LayerFormat& format,
+                                                   std::vector<RowBlocks> rows, mx::Dtype dtype) {
   auto work = std::make_shared<GatherWork>();
   work->format = format;
   for (const RowBlocks& row : rows) {
@@ -221,7 +219,7 @@ std::pair<mx::array, mx::array> gather(BlockMemory& memory, const LayerFormat& f
   work->rows = std::move(rows);
   auto outputs = mx::array::make_arrays({key_shape, value_shape}, {dtype, dtype},
                                         std::make_shared<GatherOp>(cpu_stream(), std::move(work)),
-                                        {memory.latest_link()});
+                                        {pending()});
   return {outputs[0], outputs[1]};
 }
 

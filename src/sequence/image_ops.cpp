@@ -1,5 +1,3 @@
-#include "sequence/image_ops.h"
-
 #include <mlx/allocator.h>
 #include <mlx/backend/cpu/encoder.h>
 #include <mlx/ops.h>
@@ -7,6 +5,8 @@
 #include <cstring>
 #include <memory>
 
+#include "backend/native.h"
+#include "sequence/image_layout.h"
 #include "storage/cpu_op.h"
 
 namespace mx = mlx::core;
@@ -14,20 +14,6 @@ namespace mx = mlx::core;
 namespace kvpool::detail {
 
 namespace {
-
-/// How the bytes of a block lie in memory and in the image: a stretch a head.
-struct Stretch {
-  std::size_t in_memory;  ///< From one head to the next.
-  std::size_t in_image;   ///< Copied of each.
-};
-
-Stretch stretch_of(const LayerFormat& format, const TokenBlock& block, int role) {
-  const bool raw = block.format[role] == format.raw[role].format;
-  const std::size_t part = codec::part_bytes(raw ? format.raw[role] : format.sealed[role]);
-  if (!raw) return {part, part};
-  return {part, part / static_cast<std::size_t>(format.raw[role].block_size) *
-                    static_cast<std::size_t>(block.n_tokens)};
-}
 
 /// A block as addresses in memory; holds it until this is gone.
 struct ImageWork {
@@ -39,7 +25,7 @@ struct ImageWork {
     std::size_t at = 0;
     for (const TokenBlock& block : blocks) {
       const Stretch stretch = stretch_of(format, block, role);
-      std::byte* address = block.bytes[role]->address();
+      std::byte* address = native(block.bytes[role]).address();
       for (int head = 0; head < format.n_kv_heads; ++head) {
         copy(address, at, stretch.in_image);
         address += stretch.in_memory;
@@ -107,16 +93,8 @@ class WriteImage final : public ImageOp {
 
 }  // namespace
 
-std::size_t image_bytes(const LayerFormat& format, std::span<const TokenBlock> blocks, int role) {
-  std::size_t bytes = 0;
-  for (const TokenBlock& block : blocks) {
-    bytes += stretch_of(format, block, role).in_image * static_cast<std::size_t>(format.n_kv_heads);
-  }
-  return bytes;
-}
-
-std::pair<mx::array, mx::array> read_image(BlockMemory& memory, const LayerFormat& format,
-                                           std::vector<TokenBlock> blocks) {
+NativeBackend::KeysAndValues NativeBackend::read_image(const LayerFormat& format,
+                                                       std::vector<TokenBlock> blocks) {
   const auto shape = [&](int role) {
     return mx::Shape{static_cast<mx::ShapeElem>(image_bytes(format, blocks, role))};
   };
@@ -124,18 +102,17 @@ std::pair<mx::array, mx::array> read_image(BlockMemory& memory, const LayerForma
   auto work = std::make_shared<ImageWork>(ImageWork{format, std::move(blocks)});
   auto outputs = mx::array::make_arrays({shapes[0], shapes[1]}, {mx::uint8, mx::uint8},
                                         std::make_shared<ReadImage>(cpu_stream(), std::move(work)),
-                                        {memory.latest_link()});
+                                        {pending()});
   return {outputs[0], outputs[1]};
 }
 
-void write_image(BlockMemory& memory, const LayerFormat& format,
-                 std::span<const TokenBlock> blocks, const mx::array& keys,
-                 const mx::array& values) {
+void NativeBackend::write_image(const LayerFormat& format, std::span<const TokenBlock> blocks,
+                                const mx::array& keys, const mx::array& values) {
   const mx::Stream stream = cpu_stream();
   auto work = std::make_shared<ImageWork>(ImageWork{format, {blocks.begin(), blocks.end()}});
   const mx::array k = mx::contiguous(keys, false, stream);
   const mx::array v = mx::contiguous(values, false, stream);
-  memory.extend_chain([&](const mx::array& latest) {
+  extend_chain([&](const mx::array& latest) {
     return mx::array(latest.shape(), mx::uint8,
                      std::make_shared<WriteImage>(stream, std::move(work)), {latest, k, v});
   });

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <mlx/array.h>
+
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -25,6 +27,10 @@ struct LayerFormat {
     return codec::block_bytes(part, n_kv_heads);
   }
   bool seals(int role) const noexcept { return !(sealed[role].format == raw[role].format); }
+  /// How a block in `format`, which is one of the two, is stored.
+  const codec::PartGeometry& part(int role, const codec::Format& format) const noexcept {
+    return format == raw[role].format ? raw[role] : sealed[role];
+  }
 };
 
 /// Keys and values of consecutive tokens. [0]: keys, [1]: values.
@@ -39,7 +45,10 @@ struct TokenBlock {
 
 using BlockList = std::vector<TokenBlock>;
 
-/// Blocks where they lie, and what keeps their memory.
+/// Buffers that must outlive an op.
+using Buffers = std::vector<std::shared_ptr<mlx::core::array::Data>>;
+
+/// Blocks where they lie, and what keeps their memory; of the native backend only.
 struct AttendView {
   std::vector<attention::BlockRef> blocks;
   Buffers buffers;
@@ -143,7 +152,7 @@ class Sequence {
   std::span<const TokenBlock> blocks() const noexcept { return *blocks_; }
   /// The blocks as they are now. While it is held, changes go to a copy.
   std::shared_ptr<const BlockList> snapshot() const noexcept { return blocks_; }
-  /// The blocks as attention takes them.
+  /// The blocks as the native backend's attention takes them.
   std::shared_ptr<const AttendView> view(const LayerFormat& format);
   Owner owner() const noexcept { return owner_; }
 

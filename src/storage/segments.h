@@ -11,12 +11,9 @@
 #include <vector>
 
 #include "kvpool/mlx_buffer_pool.h"
+#include "storage/stay.h"
 
 namespace kvpool::detail {
-
-/// How long a place will be held. Those that go together lie together, so that whole segments become
-/// free. kMedium: as long as a raw window; kShort: until the next tokens come.
-enum class Stay : std::uint8_t { kLong, kMedium, kShort };
 
 /// A buffer cut into places of one size, and the latest version of its contents.
 struct Segment {

@@ -15,6 +15,12 @@ kvpool_test(cache_test kvpool::kvpool
   cache/pooled_kv_cache_test.cpp)
 
 kvpool_test(paged_test kvpool::kvpool
+  backend/backends_test.cpp
+  backend/parts_test.cpp
+  backend/shelf_test.cpp
   cache/paged_kv_cache_test.cpp
   sequence/aliasing_test.cpp)
-target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
+target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+gtest_discover_tests(paged_test DISCOVERY_TIMEOUT 60
+  TEST_PREFIX ops. TEST_FILTER "PagedCache.*:PagedAliasing.*"
+  PROPERTIES ENVIRONMENT KVPOOL_KERNELS=ops)

@@ -360,6 +360,15 @@ TEST_F(PagedCache, FreedElsewhereItIsEmptyAndStartsAnew) {
   EXPECT_EQ(storage_->resident_bytes(), 0U);
 }
 
+TEST_F(PagedCache, ARowFreedElsewhereStaysEmptyWhenOthersAreTrimmed) {
+  PagedKVCache batch = cache({}, {1, 2});
+  batch.append(rows(4, 2), rows(4, 2), std::vector<std::int64_t>{0, 0},
+               std::vector<std::int64_t>{4, 2});
+  pool_->free_all(1);
+  EXPECT_EQ(batch.trim(1), 1);
+  EXPECT_EQ(batch.lengths(), (std::vector<std::int64_t>{0, 1}));
+}
+
 TEST_F(PagedCache, AnArrayFetchedEarlierOutlivesTheCache) {
   mx::array keys = mx::array(0);
   const mx::array k = rows(6);

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <mlx/array.h>
+
+#include <cstdint>
+#include <span>
+
+#include "sequence/sequence.h"
+
+namespace kvpool::detail {
+
+/// Keys (role 0) or values of tokens `from` to `to`, which `blocks` have: (n_kv_heads, tokens, dim)
+/// of `dtype`; after hadamard() if `turned`.
+mlx::core::array tokens_of(const LayerFormat& format, int role, std::span<const TokenBlock> blocks,
+                           std::int64_t from, std::int64_t to, mlx::core::Dtype dtype,
+                           bool turned = false);
+
+/// Whether some of `blocks` are stored after hadamard().
+bool any_turned(std::span<const TokenBlock> blocks, int role) noexcept;
+
+/// mx::slice of one axis.
+mlx::core::array cut(const mlx::core::array& a, int axis, std::int64_t from, std::int64_t to);
+
+}  // namespace kvpool::detail
