@@ -24,6 +24,11 @@ class BlockBytes {
   BlockBytes& operator=(const BlockBytes&) = delete;
 
   std::byte* address() const noexcept { return address_; }
+  /// Where these bytes were encoded to, if that is still held and they have not changed since.
+  /// Forks that seal the same block share the result.
+  std::shared_ptr<BlockBytes> sealed() const noexcept { return sealed_.lock(); }
+  void set_sealed(const std::shared_ptr<BlockBytes>& bytes) noexcept { sealed_ = bytes; }
+
   /// Keeps the segment from being freed or handed on.
   const std::shared_ptr<mlx::core::array::Data>& buffer() const noexcept {
     return place_.segment->version.data_shared_ptr();
@@ -33,6 +38,7 @@ class BlockBytes {
   const std::shared_ptr<BlockMemory> memory_;
   const Place place_;
   std::byte* const address_;
+  std::weak_ptr<BlockBytes> sealed_;
 };
 
 /// Buffers that must outlive an op.
