@@ -58,6 +58,8 @@ class BlockMemory : public std::enable_shared_from_this<BlockMemory> {
 
   std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay = Stay::kLong);
   std::size_t resident_bytes() const;
+  /// As PagedStorage::recover().
+  std::int64_t recover();
 
   /// Puts `make_op(latest)` in the place of the latest link, with no other op coming between.
   template <typename MakeOp>
