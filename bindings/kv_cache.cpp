@@ -167,12 +167,13 @@ void bind_builder(nb::module_& m) {
       .def(
           "__init__",
           [](KVCacheConfig* self, std::string method, std::int64_t head_dim, int bits,
-             int group_size, std::int64_t block_size, std::int64_t window, std::int64_t sink) {
+             int group_size, std::int64_t block_size, std::int64_t window, std::int64_t sink,
+             bool check_finite) {
             new (self) KVCacheConfig{std::move(method), head_dim, bits, group_size,
-                                     block_size,        window,   sink};
+                                     block_size,        window,   sink, check_finite};
           },
           "method"_a = "kivi", "head_dim"_a = 128, "bits"_a = 2, "group_size"_a = 32,
-          "block_size"_a = 32, "window"_a = 128, "sink"_a = 0)
+          "block_size"_a = 32, "window"_a = 128, "sink"_a = 0, "check_finite"_a = false)
       .def_rw("method", &KVCacheConfig::method,
               "'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2'; 'int' and 'kivi' with `bits`.")
       .def_rw("head_dim", &KVCacheConfig::head_dim)
@@ -182,6 +183,8 @@ void bind_builder(nb::module_& m) {
               "Tokens a block: those that KIVI's keys share a scale with.")
       .def_rw("window", &KVCacheConfig::window, "Newest tokens that stay fp16.")
       .def_rw("sink", &KVCacheConfig::sink, "First tokens that stay fp16.")
+      .def_rw("check_finite", &KVCacheConfig::check_finite,
+              "Evaluate each token and refuse what the method cannot store.")
       .def(nb::self == nb::self, kEqual);
   nb::class_<KVCacheFactory>(m, "KVCacheFactory")
       .def_static("create", &KVCacheFactory::create, "config"_a,
@@ -196,6 +199,8 @@ void bind_builder(nb::module_& m) {
       .def("with_block_size", &KVCacheBuilder::with_block_size, "block_size"_a, nb::rv_policy::none)
       .def("with_window", &KVCacheBuilder::with_window, "window"_a, nb::rv_policy::none)
       .def("with_sink", &KVCacheBuilder::with_sink, "sink"_a, nb::rv_policy::none)
+      .def("with_check_finite", &KVCacheBuilder::with_check_finite, "check_finite"_a,
+           nb::rv_policy::none)
       .def_prop_ro("config", &KVCacheBuilder::config, nb::rv_policy::copy)
       .def("build", &KVCacheBuilder::build, "As KVCacheFactory.create().");
 }

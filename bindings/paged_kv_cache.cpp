@@ -26,19 +26,25 @@ void bind_paged_kv_cache(nb::module_& m) {
       .def_prop_ro("level", &PagedStorage::level,
                    "What runs the caches' ops: a level of kernels, or \"ops\", MLX's own on any device.\n"
                    "Chosen for the device in use when this was made; KVPOOL_KERNELS forces one.")
-      .def("resident_bytes", &PagedStorage::resident_bytes, "Bytes held for blocks.");
+      .def("resident_bytes", &PagedStorage::resident_bytes, "Bytes held for blocks.")
+      .def("recover", &PagedStorage::recover,
+           "After an evaluation has failed: evaluates all pending work, with NaN in place of\n"
+           "keys, values and queries that cannot be computed, so that the other requests can go\n"
+           "on. The request that gave them should be released, or trimmed to before them.\n"
+           "Returns how many appends, attends and loads were given NaN.");
 
   nb::class_<PagedKVCacheConfig>(m, "PagedKVCacheConfig", "How a PagedKVCache stores tokens.")
       .def(
           "__init__",
           [](PagedKVCacheConfig* self, std::string key_format, std::string value_format,
              int group_size, bool hadamard, std::int64_t window, std::int64_t sink,
-             std::int64_t sliding_window) {
+             std::int64_t sliding_window, bool check_finite) {
             new (self) PagedKVCacheConfig{std::move(key_format), std::move(value_format), group_size,
-                                          hadamard, window, sink, sliding_window};
+                                          hadamard, window, sink, sliding_window, check_finite};
           },
           "key_format"_a = "raw", "value_format"_a = "raw", "group_size"_a = 32,
-          "hadamard"_a = true, "window"_a = 128, "sink"_a = 16, "sliding_window"_a = 0)
+          "hadamard"_a = true, "window"_a = 128, "sink"_a = 16, "sliding_window"_a = 0,
+          "check_finite"_a = false)
       .def_ro("key_format", &PagedKVCacheConfig::key_format)
       .def_ro("value_format", &PagedKVCacheConfig::value_format)
       .def_ro("group_size", &PagedKVCacheConfig::group_size, "Channels to a scale: 32 or 64.")
@@ -47,6 +53,9 @@ void bind_paged_kv_cache(nb::module_& m) {
       .def_ro("sink", &PagedKVCacheConfig::sink, "First tokens that stay raw.")
       .def_ro("sliding_window", &PagedKVCacheConfig::sliding_window,
               "If not 0: tokens that a query sees, itself among them.")
+      .def_ro("check_finite", &PagedKVCacheConfig::check_finite,
+              "Evaluate the tokens of each append, and refuse what a format other than raw cannot\n"
+              "store: NaN, infinity and what is beyond fp16.")
       .def(nb::self == nb::self, kEqual);
 
   nb::class_<PagedKVCache>(m, "PagedKVCacheCore", nb::is_weak_referenceable(),

@@ -23,6 +23,8 @@ struct KVCacheConfig {
   std::int64_t window = 128;
   /// First tokens that stay fp16.
   std::int64_t sink = 0;
+  /// Evaluate each token and refuse what the method cannot store; see PagedKVCacheConfig.
+  bool check_finite = false;
 
   bool operator==(const KVCacheConfig&) const = default;
 };
@@ -42,6 +44,7 @@ class KVCacheBuilder {
   KVCacheBuilder& with_block_size(std::int64_t block_size);
   KVCacheBuilder& with_window(std::int64_t window);
   KVCacheBuilder& with_sink(std::int64_t sink);
+  KVCacheBuilder& with_check_finite(bool check_finite);
 
   const KVCacheConfig& config() const noexcept { return config_; }
   /// As KVCacheFactory::create().

@@ -37,6 +37,9 @@ struct PagedKVCacheConfig {
   std::int64_t sink = 16;
   /// If not 0: tokens that a query sees, itself among them; blocks out of reach are given back.
   std::int64_t sliding_window = 0;
+  /// Evaluate the tokens of each append, and refuse what its format cannot store: NaN, infinity and
+  /// what is beyond fp16, unless the format is raw. Without it such a token spoils its own block.
+  bool check_finite = false;
 
   bool operator==(const PagedKVCacheConfig&) const = default;
 };
@@ -69,7 +72,8 @@ struct PagedRowImage {
 /// with forks by reference and copied when one side writes.
 ///
 /// Ops are lazy and run on the stream in use; those of kernels (PagedStorage::level()) on the CPU's
-/// default one if that is not the CPU's. Nothing here evaluates an array. Not thread-safe: caches of one storage are used by one thread at a time (PagedStorage).
+/// default one if that is not the CPU's. Nothing here evaluates an array unless it says so. Not
+/// thread-safe: caches of one storage are used by one thread at a time (PagedStorage).
 class PagedKVCache {
  public:
   using KeysAndValues = std::pair<mlx::core::array, mlx::core::array>;
@@ -85,6 +89,7 @@ class PagedKVCache {
   /// Appends to each row the columns first[i] to first[i] + count[i] of keys and values,
   /// (B, n_kv_heads, S, head_dim); all S columns if the spans are empty.
   /// @throws BlockPoolExhaustedError, std::invalid_argument: no row has changed.
+  /// Evaluates keys and values if config().check_finite.
   void append(const mlx::core::array& keys, const mlx::core::array& values,
               std::span<const std::int64_t> first = {}, std::span<const std::int64_t> count = {});
 
@@ -143,6 +148,9 @@ class PagedKVCache {
                                                    std::int64_t value_dim,
                                                    mlx::core::Dtype dtype) const;
   void require_row(std::int64_t row) const;
+  void require_encodable(const detail::LayerFormat& format, int role, const mlx::core::array& rows,
+                         std::span<const std::int64_t> first,
+                         std::span<const std::int64_t> count) const;
   void adopt_format(const PagedKVCache& other);
 
   std::shared_ptr<PagedStorage> storage_;

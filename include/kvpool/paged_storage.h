@@ -32,6 +32,14 @@ class PagedStorage {
   /// Bytes held for blocks.
   std::size_t resident_bytes() const;
 
+  /// After an evaluation has failed: evaluates all pending work, with NaN in place of keys, values
+  /// and queries that cannot be computed, so that the other requests can go on. The request that
+  /// gave them should be released, or trimmed to before them.
+  /// @return how many appends, attends and loads were given NaN.
+  /// @throws what MLX throws if an op fails though all its inputs can be computed; with level
+  ///         "ops", which replaces nothing, if anything does.
+  std::int64_t recover();
+
   /// For the library's own use.
   const std::shared_ptr<detail::Backend>& backend() const noexcept { return backend_; }
 

@@ -32,6 +32,7 @@ from .pool_backed_cache import PoolBackedKVCache, build_pooled_caches  # noqa: E
 
 _mlx_lm_registry.register(PoolBackedKVCache)
 _mlx_lm_registry.register(PagedKVCache)
+_mlx_lm_registry.register(BatchPagedKVCache)
 
 __all__ = [
     "__version__",

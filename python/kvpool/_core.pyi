@@ -461,10 +461,18 @@ class PagedStorage:
     def resident_bytes(self) -> int:
         """Bytes of all segments held."""
 
+    def recover(self) -> int:
+        """
+        After an evaluation has failed: evaluates all pending work, with NaN in place of
+        keys, values and queries that cannot be computed, so that the other requests can go
+        on. The request that gave them should be released, or trimmed to before them.
+        Returns how many appends, attends and loads were given NaN.
+        """
+
 class PagedKVCacheConfig:
     """How a PagedKVCache stores tokens."""
 
-    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0) -> None: ...
+    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0, check_finite: bool = False) -> None: ...
 
     @property
     def key_format(self) -> str: ...
@@ -490,6 +498,13 @@ class PagedKVCacheConfig:
     @property
     def sliding_window(self) -> int:
         """If not 0: tokens that a query sees, itself among them."""
+
+    @property
+    def check_finite(self) -> bool:
+        """
+        Evaluate the tokens of each append, and refuse what a format other than raw cannot
+        store: NaN, infinity and what is beyond fp16.
+        """
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -596,7 +611,7 @@ class StandaloneKVCache(KVCache):
 class KVCacheConfig:
     """What KVCacheFactory makes a cache from."""
 
-    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0) -> None: ...
+    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0, check_finite: bool = False) -> None: ...
 
     @property
     def method(self) -> str:
@@ -647,6 +662,13 @@ class KVCacheConfig:
     @sink.setter
     def sink(self, arg: int, /) -> None: ...
 
+    @property
+    def check_finite(self) -> bool:
+        """Evaluate each token and refuse what the method cannot store."""
+
+    @check_finite.setter
+    def check_finite(self, arg: bool, /) -> None: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
 class KVCacheFactory:
@@ -672,6 +694,8 @@ class KVCacheBuilder:
     def with_window(self, window: int) -> KVCacheBuilder: ...
 
     def with_sink(self, sink: int) -> KVCacheBuilder: ...
+
+    def with_check_finite(self, check_finite: bool) -> KVCacheBuilder: ...
 
     @property
     def config(self) -> KVCacheConfig: ...

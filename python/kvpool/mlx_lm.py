@@ -24,6 +24,7 @@ def make_prompt_cache(
     sink: int = 16,
     group_size: int = 32,
     hadamard: bool = True,
+    check_finite: bool = False,
     owner: int | None = None,
 ) -> list[Any]:
     """One cache a layer of ``model``: paged for attention, the model's own for other layers.
@@ -37,6 +38,7 @@ def make_prompt_cache(
         sink: first tokens that stay raw.
         group_size: channels to a scale, 32 or 64.
         hadamard: whether int formats and the values of kivi are stored after a Hadamard transform.
+        check_finite: refuse tokens that the format cannot store (NaN, infinity, beyond fp16); evaluates each append.
         owner: id of the request; a new one if None.
 
     Raises ValueError naming what is not allowed.
@@ -57,7 +59,14 @@ def make_prompt_cache(
             return cache
         keys, values = (format, format) if isinstance(format, str) else format
         config = PagedKVCacheConfig(
-            keys, values, group_size=group_size, hadamard=hadamard, window=window, sink=sink, sliding_window=sliding
+            keys,
+            values,
+            group_size=group_size,
+            hadamard=hadamard,
+            window=window,
+            sink=sink,
+            sliding_window=sliding,
+            check_finite=check_finite,
         )
         return PagedKVCache(storage, config, owner)
 

@@ -50,6 +50,34 @@ class CausalMask(str):
         return mask & (key > query - self.window) if self.window else mask
 
 
+_INTEGER_FORMATS = {8: "int8", 4: "int4", 2: "int2"}
+
+
+def packed(config: PagedKVCacheConfig, group_size: int, bits: int) -> PagedKVCacheConfig:
+    """``config`` with integer codes of ``bits`` in place of raw blocks; itself if it has them.
+
+    Raises ValueError if there is no such format, or ``config`` has another one already.
+    """
+    if bits not in _INTEGER_FORMATS:
+        raise ValueError(f"to_quantized: bits must be 8, 4 or 2, got {bits}")
+    format, present = _INTEGER_FORMATS[bits], (config.key_format, config.value_format)
+    if present == (format, format):
+        return config
+    if present != ("raw", "raw"):
+        raise ValueError(f"to_quantized: the cache stores {' and '.join(present)} already, asked for {format}")
+    if config.sliding_window:
+        raise ValueError(f"to_quantized: a cache with a sliding window must be made with format={format!r}")
+    return PagedKVCacheConfig(
+        format,
+        format,
+        group_size=group_size,
+        hadamard=config.hadamard,
+        window=config.window,
+        sink=config.sink,
+        check_finite=config.check_finite,
+    )
+
+
 class _Paged(PagedKVCacheCore):
     """What the two share: attention over the blocks, and the arrays that stand for them elsewhere."""
 
@@ -123,10 +151,15 @@ class PagedKVCache(_Paged):
         Raises BlockPoolExhaustedError or ValueError, and changes nothing.
         """
         self._fetched = None
-        if keys.ndim == 4 and keys.shape[0] != self.n_rows and self.size() == 0:
-            self._fork_rows(self, [0] * keys.shape[0], [self.owners[0]] * keys.shape[0])
+        if keys.ndim == 4:
+            self._start_with(keys.shape[0])
         self._append(keys, values)
         return self.keys_and_values()
+
+    def _start_with(self, n_rows: int) -> None:
+        """Makes an empty cache one of so many rows."""
+        if self.n_rows != n_rows and self.size() == 0:
+            self._fork_rows(self, [0] * n_rows, [self.owners[0]] * n_rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         offset, window, sliding = self.offset, self._window(window_size), self.config.sliding_window
@@ -148,6 +181,20 @@ class PagedKVCache(_Paged):
         self._fetched = None
         self._release()
 
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
+        """What mlx_lm's ``kv_bits`` asks for: a cache of the same tokens with integer blocks, behind the same window.
+
+        A cache that has such blocks already is returned as it is. Raises ValueError naming what is not allowed,
+        BlockPoolExhaustedError.
+        """
+        config = packed(self.config, group_size, bits)
+        if config == self.config:
+            return self
+        cache = PagedKVCache(self.storage, config, self.owners[0])
+        if not self.empty():
+            cache.update_and_fetch(*self.keys_and_values())
+        return cache
+
     @property
     def state(self) -> PagedState:
         """Evaluated, it makes the cache's pending work run and copies nothing; saved, it is all packed bytes."""
@@ -156,15 +203,15 @@ class PagedKVCache(_Paged):
     @state.setter
     def state(self, state: Any) -> None:
         """Restores what was saved, in a cache that holds nothing yet."""
+        self._start_with(saved_config(state)[2])
         restore(self, state)
 
     @classmethod
     def from_state(cls, state: Any) -> PagedKVCache:
         """A cache with the saved state and a growing pool of its own."""
-        config, block_size = saved_config(state)
-        pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True))
-        cache = cls(PagedStorage(pool), config)
-        restore(cache, state)
+        config, block_size, _ = saved_config(state)
+        cache = cls(_growing_storage(block_size), config)
+        cache.state = state
         return cache
 
     def __deepcopy__(self, memo: dict) -> PagedKVCache:
@@ -289,8 +336,29 @@ class BatchPagedKVCache(_Paged):
         return self._trim(n)
 
     @property
-    def state(self) -> list:
-        return [self._pending()]
+    def state(self) -> PagedState:
+        """As that of PagedKVCache, for all rows. Saving raises ValueError amid a padded prompt."""
+        return PagedState(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        restore(self, state)
+
+    @classmethod
+    def from_state(cls, state: Any) -> BatchPagedKVCache:
+        """A batch with the saved rows and a growing pool of its own."""
+        config, block_size, n_rows = saved_config(state)
+        storage = _growing_storage(block_size)
+        batch = cls.__new__(cls)
+        PagedKVCacheCore.__init__(batch, storage, config, [storage.pool.new_owner() for _ in range(n_rows)])
+        batch._left = [0] * n_rows
+        restore(batch, state)
+        return batch
+
+    def _save_row(self, row: int) -> tuple | None:
+        if any(self._left) or self._remaining is not None:
+            raise ValueError("BatchPagedKVCache: it can be saved once the padded prompt has been appended")
+        return super()._save_row(row)
 
     def __deepcopy__(self, memo: dict) -> BatchPagedKVCache:
         fork = BatchPagedKVCache.__new__(BatchPagedKVCache)
@@ -303,6 +371,10 @@ class BatchPagedKVCache(_Paged):
 
     def __repr__(self) -> str:
         return f"BatchPagedKVCache(lengths={self._lengths()}, nbytes={self.nbytes})"
+
+
+def _growing_storage(block_size: int) -> PagedStorage:
+    return PagedStorage(BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True)))
 
 
 def _forked_owners(memo: dict, storage: PagedStorage, owners: list[int]) -> list[int]:

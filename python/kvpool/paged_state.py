@@ -46,8 +46,11 @@ def _saved_row(image: tuple | None) -> list:
     return [name, n_kv_heads, key_dim, value_dim, mx.array(blocks, mx.int64), keys, values]
 
 
-def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int]:
-    """The configuration and the block size of a saved state. Raises ValueError if it is not one of this version."""
+def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int, int]:
+    """The configuration, the block size and the rows of a saved state.
+
+    Raises ValueError if it is not one of this version.
+    """
     try:
         version, values, block_size, rows = state
         values = dict(zip(_CONFIG, values, strict=True))
@@ -55,7 +58,7 @@ def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int]:
         raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved") from None
     if version != VERSION:
         raise ValueError(f"PagedKVCache: the state is of version {version}, this kvpool reads version {VERSION}")
-    return PagedKVCacheConfig(**{**values, "hadamard": bool(values["hadamard"])}), int(block_size)
+    return PagedKVCacheConfig(**{**values, "hadamard": bool(values["hadamard"])}), int(block_size), len(rows)
 
 
 def restore(cache: PagedKVCacheCore, state: Any) -> None:
@@ -63,14 +66,22 @@ def restore(cache: PagedKVCacheCore, state: Any) -> None:
 
     Raises ValueError if it is not consistent or does not fit, BlockPoolExhaustedError; the cache is then empty.
     """
-    config, block_size = saved_config(state)
+    config, block_size, n_rows = saved_config(state)
     rows = list(state)[3]
-    if config != cache.config or len(rows) != cache.n_rows:
+    if any(getattr(config, name) != getattr(cache.config, name) for name in _CONFIG) or n_rows != cache.n_rows:
         raise ValueError("PagedKVCache: the state is of another configuration, or of another number of rows")
-    for i, row in enumerate(rows):
-        if row[0] == "":
-            continue
-        dtype, n_kv_heads, key_dim, value_dim, blocks, keys, values = row
-        if dtype not in _DTYPES:
-            raise ValueError(f"PagedKVCache: the state's type must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-        cache._load_row(i, block_size, n_kv_heads, key_dim, value_dim, _DTYPES[dtype], blocks.tolist(), keys, values)
+    try:
+        for i, row in enumerate(rows):
+            _restore_row(cache, i, block_size, row)
+    except Exception:
+        cache._release()
+        raise
+
+
+def _restore_row(cache: PagedKVCacheCore, i: int, block_size: int, row: list) -> None:
+    if row[0] == "":
+        return
+    dtype, n_kv_heads, key_dim, value_dim, blocks, keys, values = row
+    if dtype not in _DTYPES:
+        raise ValueError(f"PagedKVCache: the state's type must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    cache._load_row(i, block_size, n_kv_heads, key_dim, value_dim, _DTYPES[dtype], blocks.tolist(), keys, values)

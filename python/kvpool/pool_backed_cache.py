@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._core import BlockPoolAllocator, PoolBackedKVCacheCore, PoolConfig
+from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedStorage, PoolBackedKVCacheCore, PoolConfig
+from .paged_cache import PagedKVCache, packed
 
 
 class PoolBackedKVCache(PoolBackedKVCacheCore):
@@ -65,6 +66,17 @@ class PoolBackedKVCache(PoolBackedKVCacheCore):
         from mlx_lm.models.cache import BatchKVCache
 
         return BatchKVCache.merge(caches)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
+        """What mlx_lm's ``kv_bits`` asks for: a paged cache of the same tokens, with integer blocks of the same pool.
+
+        They belong to the same owner. Raises ValueError naming what is not allowed, BlockPoolExhaustedError.
+        """
+        config = packed(PagedKVCacheConfig(), group_size, bits)
+        cache = PagedKVCache(PagedStorage(self.pool), config, self.owner)
+        if not self.empty():
+            cache.update_and_fetch(*self.state)
+        return cache
 
     def is_trimmable(self) -> bool:
         return True

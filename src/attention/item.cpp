@@ -247,7 +247,10 @@ class Walk {
         }
       }
       const PartialRow state = partial(row);
-      const float largest = std::max(*state.largest, kernels_.max(scores, n));
+      float largest = std::max(*state.largest, kernels_.max(scores, n));
+      if (largest == kNoScore && std::any_of(scores, scores + n, [](float s) { return s != s; })) {
+        largest = 0.0F;  // There are scores, if none that is a number: the sum becomes NaN.
+      }
       if (largest == kNoScore) {
         std::fill_n(scores, n, 0.0F);
         continue;

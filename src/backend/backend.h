@@ -53,6 +53,8 @@ class Backend {
   virtual std::size_t resident_bytes() const = 0;
   /// Evaluating it runs all writes so far, and gives back memory that they no longer need.
   virtual mlx::core::array pending() = 0;
+  /// As PagedStorage::recover().
+  virtual std::int64_t recover() = 0;
 
   /// Runs `tasks`. `keys` and `values` are (B, n_kv_heads, S, dim) of the raw format's type.
   virtual void append(const LayerFormat& format, const AppendTasks& tasks,

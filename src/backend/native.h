@@ -55,6 +55,7 @@ class NativeBackend final : public Backend,
   std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay) override;
   std::size_t resident_bytes() const override;
   mlx::core::array pending() override;
+  std::int64_t recover() override;
 
   void append(const LayerFormat& format, const AppendTasks& tasks, const mlx::core::array& keys,
               const mlx::core::array& values) override;
@@ -67,16 +68,16 @@ class NativeBackend final : public Backend,
   void write_image(const LayerFormat& format, std::span<const TokenBlock> blocks,
                    const mlx::core::array& keys, const mlx::core::array& values) override;
 
- private:
-  friend class NativeBytes;
-  void give_back(const Place& place) noexcept;
-
   /// Puts `make_op(latest)` in the place of the latest link, with no other op coming between.
   template <typename MakeOp>
   void extend_chain(MakeOp make_op) {
     const std::lock_guard guard(chain_mutex_);
     chain_ = make_op(chain_);
   }
+
+ private:
+  friend class NativeBytes;
+  void give_back(const Place& place) noexcept;
 
   mutable std::mutex places_mutex_;
   SegmentList places_;

@@ -16,6 +16,8 @@ PagedStorage::PagedStorage(std::shared_ptr<BlockPoolAllocator> pool,
 
 std::string PagedStorage::level() const { return std::string(backend_->level()); }
 
+std::int64_t PagedStorage::recover() { return backend_->recover(); }
+
 std::size_t PagedStorage::resident_bytes() const { return backend_->resident_bytes(); }
 
 }  // namespace kvpool

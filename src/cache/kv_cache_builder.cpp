@@ -34,7 +34,8 @@ std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
                          .value_format = format,
                          .group_size = config.group_size,
                          .window = config.window,
-                         .sink = config.sink},
+                         .sink = config.sink,
+                         .check_finite = config.check_finite},
       config.block_size);
 }
 
@@ -70,6 +71,11 @@ KVCacheBuilder& KVCacheBuilder::with_window(std::int64_t window) {
 
 KVCacheBuilder& KVCacheBuilder::with_sink(std::int64_t sink) {
   config_.sink = sink;
+  return *this;
+}
+
+KVCacheBuilder& KVCacheBuilder::with_check_finite(bool check_finite) {
+  config_.check_finite = check_finite;
   return *this;
 }
 

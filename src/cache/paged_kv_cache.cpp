@@ -8,6 +8,7 @@
 #include "backend/backend.h"
 #include "sequence/image_layout.h"
 #include "sequence/sequence.h"
+#include "storage/cpu_op.h"
 #include "util/concat.h"
 #include "util/shape_text.h"
 
@@ -18,6 +19,13 @@ namespace kvpool {
 namespace {
 
 std::string message(const auto&... parts) { return detail::concat("PagedKVCache: ", parts...); }
+
+/// A traced array has no value, now or later, and would hold up all that comes after it.
+void require_not_traced(const mx::array& array) {
+  if (!array.is_tracer()) return;
+  throw std::invalid_argument(
+      message("a cache cannot be used inside mx.compile, mx.grad, mx.vmap and the like"));
+}
 
 codec::Code raw_code(mx::Dtype dtype) {
   switch (dtype) {
@@ -99,6 +107,32 @@ void PagedKVCache::require_row(std::int64_t row) const {
   throw std::invalid_argument(message("row must be 0 to ", n_rows() - 1, ", got ", row));
 }
 
+void PagedKVCache::require_encodable(const detail::LayerFormat& format, int role,
+                                     const mx::array& rows, std::span<const std::int64_t> first,
+                                     std::span<const std::int64_t> count) const {
+  const codec::PartGeometry& sealed = format.sealed[role];
+  if (sealed.format.is_raw()) return;
+  const mx::Stream stream = detail::cpu_stream();
+  mx::array plain = mx::contiguous(mx::astype(rows, mx::float32, stream), false, stream);
+  plain.eval();
+  const std::int64_t n_columns = plain.shape(2);
+  const float* next = plain.data<float>();
+  for (std::int64_t row = 0; row < n_rows(); ++row) {
+    const auto i = static_cast<std::size_t>(row);
+    const std::int64_t from = first.empty() ? 0 : first[i];
+    const std::int64_t to = first.empty() ? n_columns : from + count[i];
+    for (std::int64_t head = 0; head < format.n_kv_heads; ++head) {
+      for (std::int64_t column = 0; column < n_columns; ++column, next += sealed.head_dim) {
+        if (column < from || column >= to || codec::encodable(sealed, next)) continue;
+        throw std::invalid_argument(message(
+            role == 0 ? "keys" : "values", " of row ", row, ", column ", column, ", head ", head,
+            " must be finite and within fp16: ", codec::name(sealed.format.code),
+            " cannot store them"));
+      }
+    }
+  }
+}
+
 void PagedKVCache::append(const mx::array& keys, const mx::array& values,
                           std::span<const std::int64_t> first,
                           std::span<const std::int64_t> count) {
@@ -110,6 +144,8 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
         ", n_kv_heads, S, head_dim) with equal heads and S, got ",
         detail::shape_text(keys.shape()), " and ", detail::shape_text(values.shape())));
   }
+  require_not_traced(keys);
+  require_not_traced(values);
   const std::int64_t n_columns = keys.shape(2);
   if (first.size() != count.size() || (!first.empty() && first.size() != rows_.size())) {
     throw std::invalid_argument(message("first and count must name a number for each row"));
@@ -133,6 +169,10 @@ void PagedKVCache::append(const mx::array& keys, const mx::array& values,
 
   const detail::LayerFormat& format = format_ != nullptr ? *format_ : *first_format;
   const mx::Dtype dtype = dtype_.value_or(keys.dtype());
+  if (config_.check_finite) {
+    require_encodable(format, 0, mx::astype(keys, dtype), first, count);
+    require_encodable(format, 1, mx::astype(values, dtype), first, count);
+  }
   detail::AppendTasks tasks;
   std::vector<detail::Sequence::Plan> plans;
   plans.reserve(rows_.size());
@@ -173,6 +213,7 @@ mx::array PagedKVCache::attend(const mx::array& queries, float scale, const Atte
                                const std::optional<mx::array>& sinks, std::int64_t window,
                                float soft_cap) {
   if (format_ == nullptr) throw std::invalid_argument(message("there is no token to attend to"));
+  require_not_traced(queries);
   std::vector<detail::AttendRow> rows;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     rows.push_back({rows_[i].get(), first_positions_[i]});

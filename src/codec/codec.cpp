@@ -123,10 +123,13 @@ void decode(const PartGeometry& geometry, const std::byte* part, int first_token
   if (geometry.format.hadamard) hadamard(rows, n_tokens, geometry.head_dim);
 }
 
-bool encodable(std::span<const float> elements) noexcept {
-  bool all = true;
-  for (const float element : elements) all &= std::fabs(element) <= kHalfMax;
-  return all;
+bool encodable(const PartGeometry& geometry, const float* row) {
+  if (geometry.format.is_raw()) return true;
+  std::array<float, kMaxHeadDim> turned;
+  const std::span elements(turned.data(), as_size(geometry.head_dim));
+  std::copy_n(row, elements.size(), elements.begin());
+  if (geometry.format.hadamard) hadamard(elements.data(), 1, geometry.head_dim);
+  return std::ranges::all_of(elements, [](float x) { return std::fabs(x) <= kHalfMax; });
 }
 
 void hadamard(float* rows, int n_rows, int dim) noexcept {

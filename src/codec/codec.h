@@ -61,8 +61,8 @@ std::size_t block_bytes(const PartGeometry& geometry, int n_kv_heads) noexcept;
 
 /// Writes fp32 rows (n_tokens, head_dim) as one head's part. Raw formats take any rows
 /// `first_token` ... of the block and leave the others as they are; the others take all at once:
-/// first_token = 0 and n_tokens = block_size, every element encodable() (if one is not, what is
-/// stored is unspecified but decodes without harm to other parts). An element is then off by at
+/// first_token = 0 and n_tokens = block_size, every row encodable() (if one is not, what is stored
+/// is unspecified but decodes without harm to other parts). An element is then off by at
 /// most half the stored scale, which is at most ((max - min) + ulp16(min)) / (2^bits - 1) rounded
 /// up in fp16: a flat group decodes to its constant within fp16 rounding.
 /// Thread-safe on distinct parts. Allocates nothing for raw formats.
@@ -74,8 +74,9 @@ void encode(const PartGeometry& geometry, const float* rows, int n_tokens, std::
 void decode(const PartGeometry& geometry, const std::byte* part, int first_token, int n_tokens,
             float* rows);
 
-/// Whether all elements are finite and fit fp16, so that every format can code them.
-bool encodable(std::span<const float> elements) noexcept;
+/// Whether encode() can code a row of head_dim elements: raw formats take any; for the others all
+/// elements must be finite and fit fp16, after the transform if there is one.
+bool encodable(const PartGeometry& geometry, const float* row);
 
 /// Multiplies each row of (n_rows, dim) by the orthonormal Walsh-Hadamard matrix of the largest
 /// power of two that divides `dim`, block by block along the row. Its own inverse.

@@ -82,9 +82,9 @@ struct KernelTable {
   std::string_view name;
   std::array<KeyKernels, kNLayouts> keys;
   std::array<ValueKernels, kNLayouts> values;
-  /// The largest of n values; -infinity if n is 0.
+  /// The largest of n values, NaN among them passed over; -infinity if n is 0.
   float (*max)(const float* values, std::size_t n);
-  /// Each value becomes exp(value - shift), 0 for -infinity. Returns their sum.
+  /// Each value becomes exp(value - shift), 0 for -infinity, NaN for NaN. Returns their sum.
   float (*exp_sum)(float* values, std::size_t n, float shift);
   /// Each value becomes cap * tanh(value / cap).
   void (*soft_cap)(float* values, std::size_t n, float cap);

@@ -15,6 +15,14 @@ class BlockBytes {
   virtual ~BlockBytes() = default;
   BlockBytes(const BlockBytes&) = delete;
   BlockBytes& operator=(const BlockBytes&) = delete;
+
+  /// Where these bytes were encoded to, if that is still held and they have not changed since.
+  /// Forks that seal the same block share the result.
+  std::shared_ptr<BlockBytes> sealed() const noexcept { return sealed_.lock(); }
+  void set_sealed(const std::shared_ptr<BlockBytes>& bytes) noexcept { sealed_ = bytes; }
+
+ private:
+  std::weak_ptr<BlockBytes> sealed_;
 };
 
 /// Where blocks' places come from. Thread-safe.

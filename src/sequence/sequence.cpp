@@ -123,8 +123,12 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
       if (block.position < format.sink || block.n_tokens < block_size) continue;
       for (const int role : kRoles) {
         if (!format.seals(role) || !(block.format[role] == format.raw[role].format)) continue;
-        auto bytes = memory_->take(format.block_bytes(format.sealed[role]));
-        tasks.seals.push_back({block.bytes[role], bytes, role});
+        auto bytes = block.bytes[role]->sealed();
+        if (bytes == nullptr) {
+          bytes = memory_->take(format.block_bytes(format.sealed[role]));
+          block.bytes[role]->set_sealed(bytes);
+          tasks.seals.push_back({block.bytes[role], bytes, role});
+        }
         plan.sealed_.push_back(
             {plan.n_settled_, role, std::move(bytes), format.sealed[role].format});
       }
@@ -197,6 +201,7 @@ void Sequence::Plan::commit() noexcept {
     blocks.back().n_tokens += into_open_;
     s.length_ += into_open_;
     for (const int role : kRoles) {
+      blocks.back().bytes[role]->set_sealed(nullptr);
       mark_used(*s.pool_, s.holds_[role].back(), blocks.back().n_tokens);
     }
   }

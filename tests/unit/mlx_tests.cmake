@@ -11,14 +11,20 @@ kvpool_test(storage_test kvpool::kvpool
 target_include_directories(storage_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
 
 kvpool_test(cache_test kvpool::kvpool
+  cache/kv_cache_builder_test.cpp
   cache/pool_backed_kv_cache_test.cpp
-  cache/pooled_kv_cache_test.cpp)
+  cache/pooled_kv_cache_test.cpp
+  cache/standalone_kv_cache_test.cpp)
+target_include_directories(cache_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
 
 kvpool_test(paged_test kvpool::kvpool
   backend/backends_test.cpp
   backend/parts_test.cpp
   backend/shelf_test.cpp
+  cache/paged_forks_test.cpp
   cache/paged_kv_cache_test.cpp
+  cache/paged_not_finite_test.cpp
+  cache/paged_recover_test.cpp
   sequence/aliasing_test.cpp)
 target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
 gtest_discover_tests(paged_test DISCOVERY_TIMEOUT 60

@@ -65,4 +65,9 @@ mx::array OpsBackend::pending() {
   return versions.empty() ? link : mx::depends({link}, versions).front();
 }
 
+std::int64_t OpsBackend::recover() {
+  pending().eval();
+  return 0;
+}
+
 }  // namespace kvpool::detail

@@ -33,6 +33,8 @@ class OpsBackend final : public Backend {
   std::shared_ptr<BlockMemory> memory_for_cache() override;
   std::size_t resident_bytes() const override;
   mlx::core::array pending() override;
+  /// Evaluates what is pending; replaces nothing.
+  std::int64_t recover() override;
 
   void append(const LayerFormat& format, const AppendTasks& tasks, const mlx::core::array& keys,
               const mlx::core::array& values) override;

@@ -7,11 +7,12 @@
 namespace kvpool::kernels::avx2 {
 namespace {
 
+/// Max gives its second operand where one is NaN: that is the largest so far.
 float max(const float* values, std::size_t n) {
   float result = -std::numeric_limits<float>::infinity();
   __m256 most = _mm256_set1_ps(result);
   std::size_t i = 0;
-  for (; i + 8 <= n; i += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(values + i));
+  for (; i + 8 <= n; i += 8) most = _mm256_max_ps(_mm256_loadu_ps(values + i), most);
   alignas(32) float lanes[8];
   _mm256_store_ps(lanes, most);
   for (const float lane : lanes) result = lane > result ? lane : result;
@@ -19,10 +20,11 @@ float max(const float* values, std::size_t n) {
   return result;
 }
 
-/// 2^x for x <= 0, to 2e-7 of it; 0 where it would be subnormal.
+/// 2^x for x <= 0, to 2e-7 of it; 0 where it would be subnormal; NaN of NaN, which max passes on as
+/// its second operand.
 __m256 exp2(__m256 x) {
   const __m256 normal = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0F), _CMP_NLT_UQ);
-  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0F));
+  x = _mm256_max_ps(_mm256_set1_ps(-126.0F), x);
   const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m256 r = _mm256_sub_ps(x, n);
   // Minimax on [-1/2, 1/2].

@@ -6,25 +6,27 @@
 namespace kvpool::kernels::avx512 {
 namespace {
 
+/// Max gives its second operand where one is NaN: that is the largest so far.
 float max(const float* values, std::size_t n) {
   const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   __m512 a = none;
   __m512 b = none;
   std::size_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    a = _mm512_max_ps(a, _mm512_loadu_ps(values + i));
-    b = _mm512_max_ps(b, _mm512_loadu_ps(values + i + 16));
+    a = _mm512_max_ps(_mm512_loadu_ps(values + i), a);
+    b = _mm512_max_ps(_mm512_loadu_ps(values + i + 16), b);
   }
   for (; i < n; i += 16) {
     const __mmask16 mask = first_lanes(static_cast<int>(n - i));
-    a = _mm512_max_ps(a, _mm512_mask_loadu_ps(none, mask, values + i));
+    a = _mm512_max_ps(_mm512_mask_loadu_ps(none, mask, values + i), a);
   }
   return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/// 2^x for x <= 0, to 2e-7 of it; 0 where it would be less than 2^-149.
+/// 2^x for x <= 0, to 2e-7 of it; 0 where it would be less than 2^-149; NaN of NaN, which max
+/// passes on as its second operand.
 __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-160.0F));
+  x = _mm512_max_ps(_mm512_set1_ps(-160.0F), x);
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(x, n);
   // Minimax on [-1/2, 1/2].

@@ -3,6 +3,7 @@
 #include <mlx/mlx.h>
 
 #include "../storage/testing.h"
+#include "kvpool/kv_cache_builder.h"
 
 namespace kvpool {
 namespace {
@@ -255,6 +256,94 @@ TEST(Pooled, Nests) {
   outer.reset();
   EXPECT_EQ(in_use(*pool), 0);
 }
+
+/// Around a real cache: it stores and attends as without the pool.
+class PooledAround : public ::testing::TestWithParam<const char*> {
+ protected:
+  static constexpr int kDim = 32;
+
+  static std::shared_ptr<KVCache> inner() {
+    return KVCacheBuilder()
+        .with_method(GetParam())
+        .with_head_dim(kDim)
+        .with_block_size(8)
+        .with_window(0)
+        .build();
+  }
+  void append_to_both(int n) {
+    for (int i = 0; i < n; ++i) {
+      const mx::array k = mx::random::normal({kDim});
+      const mx::array v = mx::random::normal({kDim});
+      pooled.append(k, v);
+      twin->append(k, v);
+    }
+  }
+  void expect_alike() {
+    EXPECT_EQ(pooled.size(), twin->size());
+    EXPECT_EQ(pooled.memory_bytes(), twin->memory_bytes());
+    if (twin->size() == 0) return;
+    const mx::array q = mx::random::normal({kDim});
+    EXPECT_TRUE(testing::same(pooled.attend(q), twin->attend(q)));
+  }
+
+  const std::shared_ptr<BlockPoolAllocator> pool = pool_of(12, 4);
+  const std::shared_ptr<KVCache> twin = inner();
+  PooledKVCache pooled{inner(), pool, 7, GetParam()};
+};
+
+TEST_P(PooledAround, StoresAndAttendsAsWithoutThePool) {
+  for (const int n : {1, 7, 1, 8, 2}) {
+    append_to_both(n);
+    expect_alike();
+    EXPECT_EQ(pooled.n_blocks_held(), 2 * ((twin->size() + 3) / 4));
+  }
+  for (const Block& block : pool->blocks_for(7)) EXPECT_EQ(block.format(), GetParam());
+}
+
+TEST_P(PooledAround, FailsWithoutATrace) {
+  append_to_both(24);
+  error_of<BlockPoolExhaustedError>([&] { pooled.append(mx::zeros({kDim}), mx::zeros({kDim})); });
+  expect_alike();
+  pooled.reset();
+  twin->reset();
+  EXPECT_EQ(in_use(*pool), 0);
+  append_to_both(9);
+  error_of<std::invalid_argument>([&] { pooled.append(mx::zeros({kDim}), mx::zeros({kDim + 1})); });
+  error_of<std::invalid_argument>([&] { pooled.append(mx::zeros({1}), mx::zeros({kDim})); });
+  EXPECT_EQ(in_use(*pool), 6);
+  expect_alike();
+}
+
+TEST_P(PooledAround, KeysThatWaitForValuesAreCountedAndDropped) {
+  append_to_both(4);
+  for (KVCache* cache : std::initializer_list<KVCache*>{&pooled, twin.get()}) {
+    cache->append_key(mx::ones({kDim}));
+  }
+  EXPECT_EQ(in_use(*pool), 3);
+  expect_alike();
+  EXPECT_TRUE(pooled.drop_last_key());
+  EXPECT_TRUE(twin->drop_last_key());
+  EXPECT_EQ(in_use(*pool), 2);
+  expect_alike();
+}
+
+TEST_P(PooledAround, ReleaseAndResetAreOfThePoolAndOfTheTokens) {
+  append_to_both(10);
+  pooled.release();
+  EXPECT_EQ(in_use(*pool), 0);
+  expect_alike();
+  append_to_both(1);
+  EXPECT_EQ(in_use(*pool), 6);
+  expect_alike();
+  pooled.reset();
+  twin->reset();
+  expect_alike();
+  append_to_both(3);
+  expect_alike();
+}
+
+INSTANTIATE_TEST_SUITE_P(Methods, PooledAround,
+                         ::testing::Values("fp16", "int8", "int4", "int2", "kivi4", "kivi2"));
 
 }  // namespace
 }  // namespace kvpool

@@ -154,17 +154,31 @@ TEST(Codec, KiviIsExactForRowsThatDifferByOneStep) {
 }
 
 TEST(Encodable, IsWhatIsFiniteAndFitsFp16) {
-  std::vector<float> elements(100, 1.0F);
-  elements[42] = 65504.0F;
-  elements[43] = -65504.0F;
-  EXPECT_TRUE(encodable(elements));
-  EXPECT_TRUE(encodable({}));
-  for (const float bad :
-       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-        -std::numeric_limits<float>::infinity(), 65505.0F, -1e20F}) {
-    elements[99] = bad;
-    EXPECT_FALSE(encodable(elements)) << bad;
+  for (const Format& format : testing::all_formats()) {
+    const PartGeometry geometry{format, kKeys, 16, 64};
+    std::vector<float> row(64, 1.0F);
+    row[42] = 60000.0F;
+    EXPECT_TRUE(encodable(geometry, row.data()));
+    for (const float bad :
+         {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+          -std::numeric_limits<float>::infinity(), 1e20F}) {
+      row[63] = bad;
+      EXPECT_EQ(encodable(geometry, row.data()), format.is_raw()) << name(format.code) << bad;
+    }
   }
+  const PartGeometry plain{{kInt4}, kKeys, 16, 64};
+  for (const float edge : {65504.0F, -65504.0F}) {
+    std::vector<float> row(64, edge);
+    EXPECT_TRUE(encodable(plain, row.data()));
+    row[0] *= 1.0001F;
+    EXPECT_FALSE(encodable(plain, row.data()));
+  }
+}
+
+TEST(Encodable, IsJudgedAfterTheTransform) {
+  const std::vector<float> flat(64, 10000.0F);  // 8 times as much in one channel
+  EXPECT_FALSE(encodable({{kInt4, 32, true}, kKeys, 16, 64}, flat.data()));
+  EXPECT_TRUE(encodable({{kInt4, 32, false}, kKeys, 16, 64}, flat.data()));
 }
 
 TEST(Names, GoThereAndBack) {

@@ -6,6 +6,7 @@ namespace kvpool::kernels {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class Reductions : public ::testing::TestWithParam<std::string> {
  protected:
@@ -42,6 +43,20 @@ TEST_P(Reductions, ExpSumIsExpOfEachAndTheirSum) {
     }
     EXPECT_EQ(values[n], 0.5F);
     EXPECT_NEAR(sum, expected_sum, 1e-5 * expected_sum);
+  }
+}
+
+TEST_P(Reductions, NanIsPassedOverByMaxAndShowsInTheSum) {
+  for (std::size_t n = 1; n < 70; ++n) {
+    for (std::size_t at = 0; at < n; ++at) {
+      std::vector<float> values(n, -5.0F);
+      values[n / 3] = -2.0F;
+      values[at] = kNan;
+      const float largest = n == 1 ? -kInfinity : at == n / 3 ? -5.0F : -2.0F;
+      ASSERT_EQ(table().max(values.data(), n), largest) << n << " " << at;
+      ASSERT_TRUE(std::isnan(table().exp_sum(values.data(), n, -2.0F))) << n << " " << at;
+      for (std::size_t i = 0; i < n; ++i) ASSERT_EQ(std::isnan(values[i]), i == at);
+    }
   }
 }
 

@@ -1,0 +1,65 @@
+#include <mlx/ops.h>
+#include <mlx/primitives.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "backend/native.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool::detail {
+
+namespace {
+
+/// MLX may report here, once, that other work has failed: that says nothing of this array.
+bool can_be_evaluated(mx::array array) {
+  try {
+    array.eval();
+    return true;
+  } catch (const std::exception&) {
+    return array.status() != mx::array::Status::unscheduled;
+  }
+}
+
+/// An array that can be evaluated and holds NaN, whether as numbers or as a block's bytes.
+mx::array not_a_number(const mx::array& like, mx::Stream stream) {
+  const mx::array value = like.dtype() == mx::uint8
+                              ? mx::array(255, mx::uint8)
+                              : mx::array(std::numeric_limits<float>::quiet_NaN());
+  return mx::contiguous(mx::full(like.shape(), value, like.dtype(), stream), false, stream);
+}
+
+/// Makes all that a link depends on beside the link before it NaN if any of it cannot be evaluated.
+bool replace_failing_inputs(mx::array& link) {
+  const std::vector<mx::array> inputs(link.inputs().begin() + 1, link.inputs().end());
+  if (std::ranges::all_of(inputs, can_be_evaluated)) return false;
+  const mx::Stream stream = link.primitive().stream();
+  std::vector<mx::array> outputs = link.outputs();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const mx::array replacement = not_a_number(inputs[i], stream);
+    for (mx::array& output : outputs) output.inputs()[i + 1] = replacement;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::int64_t NativeBackend::recover() {
+  std::vector<mx::array> links;
+  for (mx::array link = pending(); link.status() == mx::array::Status::unscheduled;
+       link = mx::array(link.inputs()[0])) {
+    links.push_back(link);
+  }
+  std::int64_t n_replaced = 0;
+  for (; !links.empty(); links.pop_back()) {
+    mx::array& link = links.back();
+    if (can_be_evaluated(link)) continue;
+    if (replace_failing_inputs(link)) ++n_replaced;
+    if (!can_be_evaluated(link)) link.eval();
+  }
+  return n_replaced;
+}
+
+}  // namespace kvpool::detail
