@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find include src bindings cmake python -type f \
 	-not -name '*.pyc' -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
 
+# Run once more on MLX's own ops.
+PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kivi.py route.py)
+
 .PHONY: demo test build setup bench peers stubs clean
 
 demo: build  ## The main job on the default model.
@@ -17,6 +20,7 @@ test: build  ## Every test: C++, Python, installed package.
 	cmake --build --preset dev
 	ctest --preset dev
 	$(BIN)/python -m pytest
+	KVPOOL_KERNELS=ops $(BIN)/python -m pytest $(PAGED_TESTS)
 	$(BIN)/python tests/install/run.py build/wheel build/install
 
 build: build/.installed  ## kvpool in .venv.

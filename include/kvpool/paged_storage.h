@@ -19,7 +19,7 @@ class Backend;
 /// over after mx::eval(cache.pending()).
 class PagedStorage {
  public:
-  /// @param buffers  where memory comes from; a pool of its own if null.
+  /// @param buffers  where kernels' memory comes from; a pool of its own if null. `ops` takes MLX's.
   /// @throws std::invalid_argument if `pool` is null, or KVPOOL_KERNELS names no level that runs here.
   explicit PagedStorage(std::shared_ptr<BlockPoolAllocator> pool,
                         std::shared_ptr<MlxBufferPool> buffers = nullptr);

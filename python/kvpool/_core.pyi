@@ -458,8 +458,15 @@ class PagedStorage:
     @property
     def pool(self) -> BlockPoolAllocator: ...
 
+    @property
+    def level(self) -> str:
+        """
+        What runs the caches' ops: a level of kernels, or "ops", MLX's own on any device.
+        Chosen for the device in use when this was made; KVPOOL_KERNELS forces one.
+        """
+
     def resident_bytes(self) -> int:
-        """Bytes of all segments held."""
+        """Bytes held for blocks."""
 
     def recover(self) -> int:
         """

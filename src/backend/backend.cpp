@@ -20,8 +20,8 @@ namespace {
 std::string message(const auto&... parts) { return concat("[attend] ", parts...); }
 
 void check_mask(const mx::array& mask, const mx::Shape& wanted) {
-  bool fits = mask.ndim() <= 4 &&
-              (mask.dtype() == mx::bool_ || mx::issubdtype(mask.dtype(), mx::floating));
+  bool fits =
+      mask.ndim() <= 4 && (mask.dtype() == mx::bool_ || mx::issubdtype(mask.dtype(), mx::floating));
   for (int axis = 1; fits && axis <= static_cast<int>(mask.ndim()); ++axis) {
     fits =
         mask.shape(-axis) == 1 || mask.shape(-axis) == wanted[static_cast<std::size_t>(4 - axis)];

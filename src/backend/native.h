@@ -11,8 +11,8 @@ namespace kvpool::detail {
 
 class NativeBackend;
 
-/// Bytes that stay where they are until the last reference goes; then the place is the next taker's,
-/// whose ops come later in the chain than all that read this block.
+/// Bytes that stay where they are until the last reference goes; then the place is the next
+/// taker's, whose ops come later in the chain than all that read this block.
 class NativeBytes final : public BlockBytes {
  public:
   NativeBytes(std::shared_ptr<NativeBackend> backend, Place place) noexcept;
@@ -40,10 +40,10 @@ void keep(Buffers& buffers, const std::shared_ptr<BlockBytes>& bytes);
 
 /// Kernels on addresses, on CPU streams. Thread-safe places, in segments that never move.
 ///
-/// The ops are one chain of one-byte arrays: an op on blocks takes the latest as its first input and
-/// leaves the next as its first output, so that MLX runs them one after the other, however late and
-/// on whichever stream. gather() and read_image() are no links: they hold their blocks instead, so
-/// that nobody writes over them.
+/// The ops are one chain of one-byte arrays: an op on blocks takes the latest as its first input
+/// and leaves the next as its first output, so that MLX runs them one after the other, however late
+/// and on whichever stream. gather() and read_image() are no links: they hold their blocks instead,
+/// so that nobody writes over them.
 class NativeBackend final : public Backend,
                             public BlockMemory,
                             public std::enable_shared_from_this<NativeBackend> {

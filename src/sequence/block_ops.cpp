@@ -187,8 +187,11 @@ void NativeBackend::append(const LayerFormat& format, const AppendTasks& tasks,
     keep(work->buffers, task.to);
   }
   for (const WriteTask& task : tasks.writes) {
-    work->writes.push_back({{native(task.to[0]).address(), native(task.to[1]).address()}, task.batch,
-                            task.first_row, task.slot, task.n_tokens});
+    work->writes.push_back({{native(task.to[0]).address(), native(task.to[1]).address()},
+                            task.batch,
+                            task.first_row,
+                            task.slot,
+                            task.n_tokens});
     keep(work->buffers, task.to[0]);
     keep(work->buffers, task.to[1]);
   }

@@ -69,9 +69,9 @@ std::shared_ptr<const AttendView> Sequence::view(const LayerFormat& format) {
   if (n_seen > 0) view_->blocks.back().n_tokens = blocks[n_seen - 1].n_tokens;
   for (std::size_t i = n_seen; i < blocks.size(); ++i) {
     const TokenBlock& block = blocks[i];
-    view_->blocks.push_back({native(block.bytes[0]).address(), native(block.bytes[1]).address(), block.position,
-                             block.n_tokens, format.raw[0].block_size, block.format[0],
-                             block.format[1]});
+    view_->blocks.push_back({native(block.bytes[0]).address(), native(block.bytes[1]).address(),
+                             block.position, block.n_tokens, format.raw[0].block_size,
+                             block.format[0], block.format[1]});
     for (const auto& bytes : block.bytes) keep(view_->buffers, bytes);
   }
   return view_;

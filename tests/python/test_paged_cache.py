@@ -155,3 +155,13 @@ def test_memory_grows_as_nbytes_says_and_comes_back(format):
     mx.synchronize()
     assert storage.resident_bytes() == 0
     assert mx.get_active_memory() - before < 65536
+
+
+def test_a_storage_says_what_runs_its_ops(monkeypatch):
+    monkeypatch.setenv("KVPOOL_KERNELS", "ops")
+    assert storage_of(16).level == "ops"
+    monkeypatch.setenv("KVPOOL_KERNELS", "quick")
+    with pytest.raises(ValueError, match="no kernels 'quick' here; allowed: ops, scalar"):
+        storage_of(16)
+    monkeypatch.delenv("KVPOOL_KERNELS")
+    assert storage_of(16).level != "ops"

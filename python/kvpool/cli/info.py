@@ -73,6 +73,7 @@ def _rows(shape: ModelInfo, group_size: int, block_size: int, budget: int) -> li
 
 def _runtime() -> dict[str, str]:
     import mlx.core as mx
+    from kvpool import BlockPoolAllocator, PagedStorage, PoolConfig
 
     on_cpu = mx.default_device() == mx.cpu
     openblas = blas.find_openblas() if blas.links_reference_blas() else None
@@ -82,6 +83,7 @@ def _runtime() -> dict[str, str]:
         "mlx": _version("mlx"),
         "mlx_lm": _version("mlx-lm"),
         "python": sys.version.split()[0],
+        "kernels": PagedStorage(BlockPoolAllocator(PoolConfig(n_blocks=2))).level,
         "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
         "blas": f"OpenBLAS ({openblas})" if openblas else built_in,
     }
@@ -100,7 +102,7 @@ def _print_tables(runtime: dict[str, str], shape: ModelInfo, budget: int, rows: 
 
     console = Console(highlight=False)
     console.print(
-        "kvpool {kvpool}, MLX {mlx}, mlx_lm {mlx_lm}, Python {python}; device {device}, BLAS {blas}".format(**runtime),
+        "kvpool {kvpool}, MLX {mlx}, mlx_lm {mlx_lm}, Python {python}; device {device}, kernels {kernels}, BLAS {blas}".format(**runtime),
         markup=False,
         soft_wrap=True,
     )

@@ -68,8 +68,7 @@ mx::array positional_mask(const RowRange& range, const Visibility& visibility) {
 
 mx::array any_seen(const mx::array& mask) {
   if (mask.dtype() == mx::bool_) return mx::any(mask, -1, true);
-  return mx::greater(mx::max(mask, -1, true),
-                     mx::array(-std::numeric_limits<float>::infinity()));
+  return mx::greater(mx::max(mask, -1, true), mx::array(-std::numeric_limits<float>::infinity()));
 }
 
 /// The row's share of a mask that broadcasts to (B, n_heads, S, all tokens).
@@ -135,8 +134,8 @@ mx::array soft_capped_attention(const mx::array& queries, const mx::array& keys,
                  : mx::add(scores, *mask);
   }
   if (sinks) {
-    const mx::array column = mx::broadcast_to(mx::reshape(*sinks, {1, n_heads, 1, 1}),
-                                              {1, n_heads, n_queries, 1});
+    const mx::array column =
+        mx::broadcast_to(mx::reshape(*sinks, {1, n_heads, 1, 1}), {1, n_heads, n_queries, 1});
     scores = mx::concatenate({scores, column}, 3);
   }
   const mx::array weights = cut(mx::softmax(scores, -1, true), 3, 0, keys.shape(2));
@@ -175,15 +174,16 @@ mx::array OpsBackend::attend(const LayerFormat& format, std::span<const AttendRo
     mx::array own = mx::astype(cut(queries, 0, row, row + 1), dtype);
     if (turned[0]) own = hadamard(own);
     const RowMask mask = mask_of(row, range, visibility, dtype);
-    mx::array out =
-        visibility.soft_cap > 0.0F
-            ? soft_capped_attention(own, keys, values, scale, visibility.soft_cap, mask.array, sinks)
-            : mx::fast::scaled_dot_product_attention(own, keys, values, scale, mask.mode,
-                                                     mask.array, sinks);
+    mx::array out = visibility.soft_cap > 0.0F
+                        ? soft_capped_attention(own, keys, values, scale, visibility.soft_cap,
+                                                mask.array, sinks)
+                        : mx::fast::scaled_dot_product_attention(own, keys, values, scale,
+                                                                 mask.mode, mask.array, sinks);
     if (turned[1]) out = hadamard(out);
     outputs.push_back(mask.seen ? mx::where(*mask.seen, out, mx::array(0.0F, dtype)) : out);
   }
-  if (outputs.empty()) return mx::zeros({0, out_shape[1], out_shape[2], out_shape[3]}, queries.dtype());
+  if (outputs.empty())
+    return mx::zeros({0, out_shape[1], out_shape[2], out_shape[3]}, queries.dtype());
   return mx::astype(outputs.size() == 1 ? outputs.front() : mx::concatenate(outputs, 0),
                     queries.dtype());
 }

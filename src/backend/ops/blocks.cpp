@@ -74,9 +74,10 @@ mx::array read(const LayerFormat& format, int role, const Run& run, mx::Dtype dt
                         static_cast<std::uint32_t>(head));
       }
     }
-    const mx::array by_head = mx::reshape(*run.shelf->version(),
-                                          {-1, part.block_size * row_words(part)});
-    const mx::array words = mx::take(by_head, mx::array(parts.begin(), {n_heads, n}, mx::uint32), 0);
+    const mx::array by_head =
+        mx::reshape(*run.shelf->version(), {-1, part.block_size * row_words(part)});
+    const mx::array words =
+        mx::take(by_head, mx::array(parts.begin(), {n_heads, n}, mx::uint32), 0);
     const mx::array rows = mx::view(words, dtype_of(part.format));
     const mx::array typed =
         mx::astype(mx::reshape(rows, {n_heads, n * part.block_size, part.head_dim}), dtype);
@@ -109,8 +110,7 @@ void write_full(const codec::PartGeometry& raw, const FullBlocks& blocks, const 
   const mx::ShapeElem n = as_extent(blocks.places.size());
   const mx::array own = cut(cut(rows, 0, blocks.batch, blocks.batch + 1), 2, blocks.first_row,
                             blocks.first_row + std::int64_t{n} * raw.block_size);
-  const mx::array by_head =
-      mx::reshape(own, {rows.shape(1), n, raw.block_size * raw.head_dim});
+  const mx::array by_head = mx::reshape(own, {rows.shape(1), n, raw.block_size * raw.head_dim});
   const mx::array by_block = mx::reshape(mx::swapaxes(by_head, 0, 1), {n, -1});
   blocks.shelf->write(blocks.places, mx::view(by_block, mx::uint8));
 }
@@ -191,9 +191,8 @@ mx::array cut(const mx::array& a, int axis, std::int64_t from, std::int64_t to) 
 
 mx::array tokens_of(const LayerFormat& format, int role, std::span<const TokenBlock> blocks,
                     std::int64_t from, std::int64_t to, mx::Dtype dtype, bool turned) {
-  const auto first = std::partition_point(blocks.begin(), blocks.end(), [&](const TokenBlock& b) {
-    return b.end() <= from;
-  });
+  const auto first = std::partition_point(blocks.begin(), blocks.end(),
+                                          [&](const TokenBlock& b) { return b.end() <= from; });
   const auto last = std::partition_point(first, blocks.end(),
                                          [&](const TokenBlock& b) { return b.position < to; });
   std::vector<mx::array> pieces;
@@ -228,8 +227,8 @@ void OpsBackend::append(const LayerFormat& format, const AppendTasks& tasks, con
   seal(format, tasks.seals);
 }
 
-OpsBackend::KeysAndValues OpsBackend::gather(const LayerFormat& format,
-                                             std::vector<RowBlocks> rows, mx::Dtype dtype) {
+OpsBackend::KeysAndValues OpsBackend::gather(const LayerFormat& format, std::vector<RowBlocks> rows,
+                                             mx::Dtype dtype) {
   std::int64_t longest = 0;
   for (const RowBlocks& row : rows) longest = std::max(longest, row.length - row.first);
   const auto stacked = [&](int role) {
@@ -240,8 +239,8 @@ OpsBackend::KeysAndValues OpsBackend::gather(const LayerFormat& format,
     for (const RowBlocks& row : rows) {
       const mx::array tokens = tokens_of(format, role, *row.blocks, row.first, row.length, dtype);
       const int missing = as_extent(longest) - tokens.shape(1);
-      padded.push_back(
-          mx::expand_dims(missing == 0 ? tokens : mx::pad(tokens, {{0, 0}, {missing, 0}, {0, 0}}), 0));
+      padded.push_back(mx::expand_dims(
+          missing == 0 ? tokens : mx::pad(tokens, {{0, 0}, {missing, 0}, {0, 0}}), 0));
     }
     return padded.size() == 1 ? padded.front() : mx::concatenate(padded, 0);
   };

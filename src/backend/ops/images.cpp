@@ -58,7 +58,8 @@ void write(const LayerFormat& format, std::span<const TokenBlock> blocks, int ro
     const int missing = static_cast<int>(group.stretch.in_memory) - bytes;
     group.shelf->write(
         group.places,
-        mx::reshape(missing == 0 ? parts : mx::pad(parts, {{0, 0}, {0, 0}, {0, missing}}), {n, -1}));
+        mx::reshape(missing == 0 ? parts : mx::pad(parts, {{0, 0}, {0, 0}, {0, missing}}),
+                    {n, -1}));
     at = end;
   }
 }

@@ -81,8 +81,8 @@ class Parts {
       const mx::array tile =
           mx::reshape(columns(parts, at, at + bytes),
                       {n * tiles.n, static_cast<mx::ShapeElem>(tile_bytes(tiles))});
-      const mx::array rows = by_channel_ ? mx::astype(unpack(tile, tiles), mx::float32)
-                                         : decode_groups(tile, tiles);
+      const mx::array rows =
+          by_channel_ ? mx::astype(unpack(tile, tiles), mx::float32) : decode_groups(tile, tiles);
       pieces.push_back(mx::reshape(rows, {n, tiles.n * tiles.n_tokens, dim_}));
       at += bytes;
     }
@@ -120,9 +120,9 @@ class Parts {
 
   /// The rows of (n, block_size, dim) in these tiles: (n * tiles, tokens, dim).
   mx::array cut(const mx::array& rows, const Tiles& tiles) const {
-    const mx::array cut = mx::slice(
-        rows, {0, tiles.first_token, 0},
-        {rows.shape(0), tiles.first_token + tiles.n * tiles.n_tokens, dim_});
+    const mx::array cut =
+        mx::slice(rows, {0, tiles.first_token, 0},
+                  {rows.shape(0), tiles.first_token + tiles.n * tiles.n_tokens, dim_});
     return mx::reshape(cut, {rows.shape(0) * tiles.n, tiles.n_tokens, dim_});
   }
 
@@ -136,14 +136,14 @@ class Parts {
     const mx::array bits = mx::view(nearest, mx::uint16);
     const auto number = [](int n) { return mx::array(n, mx::uint16); };
     const mx::array is_negative = mx::greater(bits, number(0x7FFF));
-    const mx::array next = mx::where(is_negative, mx::add(bits, number(1)),
-                                     mx::subtract(bits, number(1)));
+    const mx::array next =
+        mx::where(is_negative, mx::add(bits, number(1)), mx::subtract(bits, number(1)));
     const mx::array below =
         mx::where(mx::greater(mx::astype(nearest, mx::float32), value), next, bits);
     const mx::array most = mx::array(codec::kHalfMax);
-    const mx::array finite = mx::where(
-        mx::greater_equal(value, most), number(0x7BFF),
-        mx::where(mx::less_equal(value, mx::negative(most)), number(0xFBFF), below));
+    const mx::array finite =
+        mx::where(mx::greater_equal(value, most), number(0x7BFF),
+                  mx::where(mx::less_equal(value, mx::negative(most)), number(0xFBFF), below));
     return mx::view(finite, mx::float16);
   }
 
@@ -156,13 +156,12 @@ class Parts {
   }
 
   mx::array quantize(const mx::array& rows, const mx::array& scale, const mx::array& bias) const {
-    const mx::array codes =
-        mx::round(mx::divide(mx::subtract(rows, mx::astype(bias, mx::float32)),
-                             mx::astype(scale, mx::float32)));
+    const mx::array codes = mx::round(mx::divide(mx::subtract(rows, mx::astype(bias, mx::float32)),
+                                                 mx::astype(scale, mx::float32)));
     const mx::array most = mx::array(static_cast<float>(n_steps()));
-    return mx::astype(mx::where(mx::greater(codes, mx::array(0.0F)), mx::minimum(codes, most),
-                                mx::array(0.0F)),
-                      mx::uint8);
+    return mx::astype(
+        mx::where(mx::greater(codes, mx::array(0.0F)), mx::minimum(codes, most), mx::array(0.0F)),
+        mx::uint8);
   }
 
   static mx::array halves(const mx::array& bytes, mx::Shape shape) {
@@ -170,7 +169,8 @@ class Parts {
                        std::move(shape));
   }
 
-  // Groups of channels -----------------------------------------------------------------------------
+  // Groups of channels
+  // -----------------------------------------------------------------------------
 
   /// (tiles, tokens, groups, group size); a short last group repeats its last channel.
   mx::array in_groups(const mx::array& rows) const {
@@ -213,7 +213,8 @@ class Parts {
                                  by_group(biases, tile_bytes(tiles))));
   }
 
-  // Codes ------------------------------------------------------------------------------------------
+  // Codes
+  // ------------------------------------------------------------------------------------------
 
   int codes_per_byte() const { return 8 / bits_; }
   int codes_per_word() const { return kWordBits / bits_; }
@@ -243,13 +244,11 @@ class Parts {
   mx::array pack(const mx::array& codes, const Tiles& tiles) const {
     const int n = codes.shape(0);
     if (tiles.n_tokens < kTileTokens) {
-      const mx::array split =
-          mx::reshape(codes, {n, tiles.n_tokens, -1, 1, codes_per_byte(), 1});
+      const mx::array split = mx::reshape(codes, {n, tiles.n_tokens, -1, 1, codes_per_byte(), 1});
       return mx::reshape(fold(split), {n, -1});
     }
     if (role_ == Role::kValues) {
-      const mx::array split =
-          mx::reshape(codes, {n, 1, -1, kWordBytes, codes_per_byte(), dim_});
+      const mx::array split = mx::reshape(codes, {n, 1, -1, kWordBytes, codes_per_byte(), dim_});
       return mx::reshape(mx::swapaxes(fold(split), 3, 4), {n, -1});
     }
     const int n_words = static_cast<int>(kernels::key_words(bits_, dim_));
@@ -270,8 +269,7 @@ class Parts {
                          {n, tiles.n_tokens, dim_});
     }
     if (role_ == Role::kValues) {
-      const mx::array words =
-          mx::swapaxes(mx::reshape(bytes, {n, 1, -1, dim_, kWordBytes}), 3, 4);
+      const mx::array words = mx::swapaxes(mx::reshape(bytes, {n, 1, -1, dim_, kWordBytes}), 3, 4);
       return mx::reshape(unfold(words), {n, kTileTokens, dim_});
     }
     const mx::array words =

@@ -88,8 +88,8 @@ mx::array Shelf::read(std::span<const std::uint32_t> places) const {
 
 void Shelf::write(std::span<const std::uint32_t> places, const mx::array& bytes) {
   const auto padding = static_cast<int>(4 * words() - place_bytes_);
-  const mx::array rows = mx::view(
-      padding == 0 ? bytes : mx::pad(bytes, {{0, 0}, {0, padding}}), mx::uint32);
+  const mx::array rows =
+      mx::view(padding == 0 ? bytes : mx::pad(bytes, {{0, 0}, {0, padding}}), mx::uint32);
   version_ = mx::scatter(*version_, index_of(places), mx::expand_dims(rows, 1), 0);
 }
 

@@ -16,9 +16,9 @@ namespace kvpool::detail {
 
 class ShelfBytes;
 
-/// Places of one size as the rows of an array. A write makes the next version of the array, in place
-/// if nobody reads an older one any more; who reads holds the version of that moment, so that the
-/// order of evaluation does not matter.
+/// Places of one size as the rows of an array. A write makes the next version of the array, in
+/// place if nobody reads an older one any more; who reads holds the version of that moment, so that
+/// the order of evaluation does not matter.
 ///
 /// The array grows by a 32nd. It is packed when much of it is free: places then move, and their
 /// holders with them. Places and bytes are thread-safe; versions are the storage's one thread's.

@@ -60,9 +60,8 @@ std::vector<float> decoded(const PartGeometry& geometry, const std::vector<std::
 }
 
 mx::array rows_array(const PartGeometry& geometry, const std::vector<float>& rows) {
-  return mx::array(rows.data(),
-                   {static_cast<int>(rows.size() / rows_size(geometry)), geometry.block_size,
-                    geometry.head_dim});
+  return mx::array(rows.data(), {static_cast<int>(rows.size() / rows_size(geometry)),
+                                 geometry.block_size, geometry.head_dim});
 }
 
 mx::array parts_array(const PartGeometry& geometry, const std::vector<std::byte>& bytes) {
@@ -78,9 +77,8 @@ class OpsParts : public ::testing::TestWithParam<codec::Format> {
     for (const codec::Role role : {codec::Role::kKeys, codec::Role::kValues}) {
       for (const int dim : {8, 24, 40, 64, 80, 96, 112, 128, 192, 256}) {
         for (const int block_size : kBlockSizes) {
-          SCOPED_TRACE(::testing::Message()
-                       << (role == codec::Role::kKeys ? "keys" : "values") << " dim " << dim
-                       << " block " << block_size);
+          SCOPED_TRACE(::testing::Message() << (role == codec::Role::kKeys ? "keys" : "values")
+                                            << " dim " << dim << " block " << block_size);
           check(PartGeometry{GetParam(), role, block_size, dim});
           if (HasFatalFailure()) return;
         }
@@ -119,11 +117,10 @@ TEST_P(OpsPartsAsTheyAre, EncodesFlatTinyAndLargeRowsTheSame) {
 
 TEST_P(OpsParts, DecodesWhatTheKernelsEncode) {
   each_geometry([](const PartGeometry& geometry) {
-    const std::vector<std::byte> bytes = encoded(
-        geometry, testing::random_rows(kParts * geometry.block_size, geometry.head_dim, 2));
+    const std::vector<std::byte> bytes =
+        encoded(geometry, testing::random_rows(kParts * geometry.block_size, geometry.head_dim, 2));
     const std::vector<float> expected = decoded(geometry, bytes);
-    const std::vector<float> got =
-        floats_of(decode_parts(geometry, parts_array(geometry, bytes)));
+    const std::vector<float> got = floats_of(decode_parts(geometry, parts_array(geometry, bytes)));
     ASSERT_EQ(got.size(), expected.size());
     for (std::size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], expected[i], 1e-5) << i;
   });
