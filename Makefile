@@ -8,20 +8,33 @@ SOURCES := $(shell find include src bindings cmake python -type f \
 # Run once more on MLX's own ops.
 PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kivi.py route.py)
 
-.PHONY: demo test build setup bench peers stubs clean
+# Where the other architecture's compiler and QEMU are Debian packages.
+ARM64 := $(if $(and $(filter x86_64,$(shell uname -m)),$(shell command -v dpkg-query)),arm64)
+
+.PHONY: demo test arm64 fuzz build setup bench peers stubs clean
 
 demo: build  ## The main job on the default model.
 	@$(BIN)/kvpool info
 	@$(BIN)/kvpool generate --max-tokens 160 \
 	  --prompt "Explain in a few sentences why the sky is blue and sunsets are red."
 
-test: build  ## Every test: C++, Python, installed package.
+test: build $(ARM64)  ## Every test: C++, Python, installed package.
 	cmake --preset dev
 	cmake --build --preset dev
 	ctest --preset dev
 	$(BIN)/python -m pytest
 	KVPOOL_KERNELS=ops $(BIN)/python -m pytest $(PAGED_TESTS)
 	$(BIN)/python tests/install/run.py build/wheel build/install
+
+arm64: $(VENV)/.ready  ## The kernels' tests for 64-bit ARM, by a cross compiler and QEMU.
+	cmake --preset arm64
+	cmake --build --preset arm64
+	ctest --preset arm64 -j$(shell nproc)
+
+fuzz:  ## The fuzzers, an hour each; needs Clang.
+	cmake --preset fuzz
+	cmake --build --preset fuzz
+	for target in decode levels validate; do build/fuzz/fuzz/fuzz_$$target -max_total_time=3600 || exit; done
 
 build: build/.installed  ## kvpool in .venv.
 

@@ -19,6 +19,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(${avx512_sources} PROPERTIES COMPILE_OPTIONS
     "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized$<SEMICOLON>-Wno-maybe-uninitialized>;-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512vbmi;-mavx512vnni;-mfma;-mf16c;-ffp-contract=off")
   set(KVPOOL_LEVEL_SOURCES src/kernels/levels_x86.cpp ${avx2_sources} ${avx512_sources})
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+  set(neon_sources
+    src/kernels/neon/decode.cpp
+    src/kernels/neon/integer.cpp
+    src/kernels/neon/raw.cpp
+    src/kernels/neon/table.cpp)
+  set_source_files_properties(${neon_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_arm64.cpp ${neon_sources})
 endif()
 set_source_files_properties(src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp
   PROPERTIES COMPILE_OPTIONS -ffp-contract=off)

@@ -7,6 +7,10 @@ if(KVPOOL_SANITIZE)
   target_link_options(kvpool_flags INTERFACE -fsanitize=${KVPOOL_SANITIZE})
 endif()
 
+if(KVPOOL_FUZZ)
+  target_compile_options(kvpool_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+
 # kvpool_library(NAME SOURCE...): a static library kvpool::NAME over include/ and src/.
 function(kvpool_library name)
   add_library(${name} STATIC ${ARGN})

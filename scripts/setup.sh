@@ -13,6 +13,7 @@ missing_packages() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null || wanted+=(python3-venv)
   "$python" -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' \
     2>/dev/null || wanted+=(python3-dev)
+  [ "$(uname -m)" != x86_64 ] || wanted+=(g++-aarch64-linux-gnu qemu-user-static googletest)
   local package
   for package in "${wanted[@]}"; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok' || echo "$package"

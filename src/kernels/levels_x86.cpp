@@ -1,3 +1,5 @@
+#include <cpuid.h>
+
 #include "kernels/avx2/avx2.h"
 #include "kernels/avx512/avx512.h"
 #include "kernels/kernels.h"
@@ -6,9 +8,17 @@
 namespace kvpool::kernels {
 namespace {
 
+/// Clang 14 does not know f16c by name.
+bool has_f16c() {
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
 bool has_avx512() {
