@@ -5,6 +5,7 @@
 
 #include "backend/native.h"
 #include "util/concat.h"
+#include "util/sole_holder.h"
 
 namespace kvpool::detail {
 
@@ -14,7 +15,7 @@ constexpr int kRoles[] = {0, 1};
 
 /// Whether a fork holds the bytes too, or a gather that has not run.
 bool is_shared(const TokenBlock& block) noexcept {
-  return block.bytes[0].use_count() > 1 || block.bytes[1].use_count() > 1;
+  return !is_sole_holder(block.bytes[0]) || !is_sole_holder(block.bytes[1]);
 }
 
 /// Makes `n` push_backs unable to fail, at a cost that is constant for each over time.
@@ -53,7 +54,7 @@ void Sequence::clear() noexcept {
 /// The list for changes: a copy if a fork or a snapshot has the present one. Their hold on the bytes
 /// then shows in the bytes' own counts.
 BlockList& Sequence::own_blocks() {
-  if (blocks_.use_count() > 1) blocks_ = std::make_shared<BlockList>(*blocks_);
+  if (!is_sole_holder(blocks_)) blocks_ = std::make_shared<BlockList>(*blocks_);
   return *blocks_;
 }
 
@@ -65,7 +66,7 @@ std::shared_ptr<const AttendView> Sequence::view(const LayerFormat& format) {
       n_seen < blocks.size() ||
       (n_seen > 0 && view_->blocks.back().n_tokens != blocks[n_seen - 1].n_tokens);
   if (!grew) return view_;
-  if (view_.use_count() > 1) view_ = std::make_shared<AttendView>(*view_);
+  if (!is_sole_holder(view_)) view_ = std::make_shared<AttendView>(*view_);
   if (n_seen > 0) view_->blocks.back().n_tokens = blocks[n_seen - 1].n_tokens;
   for (std::size_t i = n_seen; i < blocks.size(); ++i) {
     const TokenBlock& block = blocks[i];

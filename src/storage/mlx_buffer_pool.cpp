@@ -15,6 +15,7 @@
 
 #include "pool/backoff_mutex.h"
 #include "util/concat.h"
+#include "util/sole_holder.h"
 
 namespace mx = mlx::core;
 
@@ -102,9 +103,7 @@ struct alignas(64) BufferEntry {
   /// Whether arrays besides `bytes` refer to the memory. If none does, all that ran on it is seen.
   bool is_referred_to() const noexcept {
     constexpr long kOwnReferences = 2;
-    if (data.use_count() > kOwnReferences) return true;
-    std::atomic_thread_fence(std::memory_order_acquire);
-    return false;
+    return !detail::is_sole_holder(data, kOwnReferences);
   }
 };
 
