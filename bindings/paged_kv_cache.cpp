@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
@@ -13,6 +14,21 @@ namespace kvpool::bindings {
 
 using namespace nb::literals;
 namespace mx = mlx::core;
+
+namespace {
+
+/// PagedRowImage as Python has it.
+using RowParts = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, mx::Dtype,
+                            std::vector<std::int64_t>, mx::array, mx::array>;
+
+PagedRowImage image_of(std::int64_t block_size, std::int64_t n_kv_heads, std::int64_t key_dim,
+                       std::int64_t value_dim, mx::Dtype dtype, std::vector<std::int64_t> blocks,
+                       mx::array keys, mx::array values) {
+  return {block_size, n_kv_heads, key_dim, value_dim, dtype,
+          std::move(blocks), std::move(keys), std::move(values)};
+}
+
+}  // namespace
 
 void bind_paged_kv_cache(nb::module_& m) {
   nb::class_<PagedStorage>(
@@ -111,15 +127,17 @@ void bind_paged_kv_cache(nb::module_& m) {
                                    image->values);
            },
            "row"_a)
-      .def("_load_row",
-           [](PagedKVCache& cache, std::int64_t row, std::int64_t block_size,
-              std::int64_t n_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
-              mx::Dtype dtype, std::vector<std::int64_t> blocks, mx::array keys, mx::array values) {
-             cache.load_row(row, {block_size, n_kv_heads, key_dim, value_dim, dtype,
-                                  std::move(blocks), std::move(keys), std::move(values)});
-           },
-           "row"_a, "block_size"_a, "n_kv_heads"_a, "key_dim"_a, "value_dim"_a, "dtype"_a,
-           "blocks"_a, "keys"_a, "values"_a)
+      .def(
+          "_load_rows",
+          [](PagedKVCache& cache, const std::vector<std::optional<RowParts>>& rows,
+             const std::vector<Owner>& owners) {
+            std::vector<std::optional<PagedRowImage>> images;
+            for (const std::optional<RowParts>& row : rows) {
+              images.push_back(row ? std::optional(std::apply(image_of, *row)) : std::nullopt);
+            }
+            cache.load_rows(images, owners);
+          },
+          "rows"_a, "owners"_a)
       .def("_pending", &PagedKVCache::pending)
       .def("size", &PagedKVCache::size, "Tokens of the longest row.")
       .def("is_trimmable", &PagedKVCache::is_trimmable,

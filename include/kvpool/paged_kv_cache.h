@@ -129,10 +129,12 @@ class PagedKVCache {
   /// A row's blocks as bytes, lazily: nothing is copied unless they are evaluated. Nothing for a row
   /// without tokens.
   std::optional<PagedRowImage> save_row(std::int64_t row) const;
-  /// Makes an image the contents of a row.
+  /// Holds images as its rows, under `owners`, in place of what it held; one that is missing is an
+  /// empty row.
   /// @throws std::invalid_argument if it is not consistent or does not fit this cache;
-  ///         BlockPoolExhaustedError.
-  void load_row(std::int64_t row, const PagedRowImage& image);
+  ///         BlockPoolExhaustedError. Nothing has changed then.
+  void load_rows(std::span<const std::optional<PagedRowImage>> images,
+                 std::span<const Owner> owners);
 
   /// Bytes of the blocks held; shared ones count for each holder.
   std::size_t nbytes() const noexcept;

@@ -202,9 +202,9 @@ class PagedKVCache(_Paged):
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Restores what was saved, in a cache that holds nothing yet."""
-        self._start_with(saved_config(state)[2])
+        """Restores what was saved, in place of what the cache holds."""
         restore(self, state)
+        self._fetched = None
 
     @classmethod
     def from_state(cls, state: Any) -> PagedKVCache:
@@ -342,7 +342,10 @@ class BatchPagedKVCache(_Paged):
 
     @state.setter
     def state(self, state: Any) -> None:
+        """Restores what was saved, in place of what the batch holds."""
         restore(self, state)
+        self._fetched = self._remaining = None
+        self._left = [0] * self.n_rows
 
     @classmethod
     def from_state(cls, state: Any) -> BatchPagedKVCache:

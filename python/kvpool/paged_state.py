@@ -12,6 +12,7 @@ from ._core import PagedKVCacheConfig, PagedKVCacheCore
 VERSION = 1
 
 _CONFIG = ("key_format", "value_format", "group_size", "hadamard", "window", "sink", "sliding_window")
+_MAX_BLOCK_SIZE = 65536
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -51,37 +52,53 @@ def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int, int]:
 
     Raises ValueError if it is not one of this version.
     """
+    _, values, block_size, rows = _parts(state)
     try:
-        version, values, block_size, rows = state
         values = dict(zip(_CONFIG, values, strict=True))
+        config = PagedKVCacheConfig(**{**values, "hadamard": bool(values["hadamard"])})
     except (TypeError, ValueError):
-        raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved") from None
-    if version != VERSION:
-        raise ValueError(f"PagedKVCache: the state is of version {version}, this kvpool reads version {VERSION}")
-    return PagedKVCacheConfig(**{**values, "hadamard": bool(values["hadamard"])}), int(block_size), len(rows)
+        raise ValueError("PagedKVCache: the state's configuration is not what a PagedKVCache saved") from None
+    if not isinstance(block_size, int) or not 1 <= block_size <= _MAX_BLOCK_SIZE:
+        raise ValueError(f"PagedKVCache: the state's block_size must be 1 to {_MAX_BLOCK_SIZE}, got {block_size!r}")
+    return config, block_size, len(rows)
 
 
 def restore(cache: PagedKVCacheCore, state: Any) -> None:
-    """Loads a saved state into an empty cache of the same configuration and number of rows.
+    """Loads a saved state into a cache of the same configuration, in place of what it holds.
 
-    Raises ValueError if it is not consistent or does not fit, BlockPoolExhaustedError; the cache is then empty.
+    Raises ValueError if the state is not consistent or does not fit, BlockPoolExhaustedError; nothing has changed then.
     """
-    config, block_size, n_rows = saved_config(state)
-    rows = list(state)[3]
-    if any(getattr(config, name) != getattr(cache.config, name) for name in _CONFIG) or n_rows != cache.n_rows:
-        raise ValueError("PagedKVCache: the state is of another configuration, or of another number of rows")
+    config, block_size, _ = saved_config(state)
+    rows = _parts(state)[3]
+    if any(getattr(config, name) != getattr(cache.config, name) for name in _CONFIG):
+        raise ValueError("PagedKVCache: the state is of another configuration than the cache")
+    images = [_image(i, block_size, row) for i, row in enumerate(rows)]
+    owners = cache.owners if len(images) == cache.n_rows else cache.owners[:1] * len(images)
     try:
-        for i, row in enumerate(rows):
-            _restore_row(cache, i, block_size, row)
-    except Exception:
-        cache._release()
-        raise
+        cache._load_rows(images, owners)
+    except TypeError:
+        raise ValueError("PagedKVCache: the state's rows are not what a PagedKVCache saved") from None
 
 
-def _restore_row(cache: PagedKVCacheCore, i: int, block_size: int, row: list) -> None:
-    if row[0] == "":
-        return
+def _parts(state: Any) -> tuple[int, Any, Any, list]:
+    parts = list(state) if isinstance(state, (list, tuple, PagedState)) else []
+    if not parts or not isinstance(parts[0], int):
+        raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved")
+    if parts[0] != VERSION:
+        raise ValueError(f"PagedKVCache: the state is of version {parts[0]}, this kvpool reads version {VERSION}")
+    if len(parts) != 4 or not isinstance(parts[3], (list, tuple)) or not parts[3]:
+        raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved")
+    return tuple(parts)
+
+
+def _image(index: int, block_size: int, row: Any) -> tuple | None:
+    if not isinstance(row, (list, tuple)) or len(row) not in (1, 7) or (len(row) == 1 and row[0] != ""):
+        raise ValueError(f"PagedKVCache: row {index} of the state is not what a PagedKVCache saved")
+    if len(row) == 1:
+        return None
     dtype, n_kv_heads, key_dim, value_dim, blocks, keys, values = row
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"PagedKVCache: the state's type must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    cache._load_row(i, block_size, n_kv_heads, key_dim, value_dim, _DTYPES[dtype], blocks.tolist(), keys, values)
+    if not isinstance(blocks, mx.array) or blocks.dtype != mx.int64 or blocks.ndim != 1:
+        raise ValueError(f"PagedKVCache: the blocks of row {index} of the state must be an int64 vector")
+    return block_size, n_kv_heads, key_dim, value_dim, _DTYPES[dtype], blocks.tolist(), keys, values

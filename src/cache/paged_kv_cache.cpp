@@ -51,6 +51,35 @@ codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag
   return format;
 }
 
+/// The blocks of an image, without bytes.
+detail::BlockList described_blocks(const detail::LayerFormat& format, const PagedRowImage& image) {
+  const std::int64_t block_size = format.raw[0].block_size;
+  if (image.block_size != block_size) {
+    throw std::invalid_argument(message("the image has blocks of ", image.block_size,
+                                        " tokens, the pool of ", block_size));
+  }
+  if (image.blocks.size() % 4 != 0) {
+    throw std::invalid_argument(message("blocks must be four numbers each"));
+  }
+  std::vector<detail::SavedBlock> saved;
+  for (std::size_t i = 0; i < image.blocks.size(); i += 4) {
+    saved.push_back({image.blocks[i], image.blocks[i + 1],
+                     {image.blocks[i + 2] != 0, image.blocks[i + 3] != 0}});
+  }
+  detail::BlockList blocks = detail::described_blocks(format, saved);
+  for (int role = 0; role < 2; ++role) {
+    const mx::array& bytes = role == 0 ? image.keys : image.values;
+    const std::size_t needed = detail::image_bytes(format, blocks, role);
+    if (bytes.dtype() != mx::uint8 || bytes.ndim() != 1 || bytes.size() != needed) {
+      throw std::invalid_argument(message(role == 0 ? "keys" : "values",
+                                          " of the image must be a uint8 vector of ", needed,
+                                          " bytes, got shape ", detail::shape_text(bytes.shape()),
+                                          " of elements of ", bytes.itemsize(), " bytes"));
+    }
+  }
+  return blocks;
+}
+
 }  // namespace
 
 PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheConfig config,
@@ -81,7 +110,8 @@ std::unique_ptr<detail::LayerFormat> PagedKVCache::make_format(std::int64_t n_kv
                                                                mx::Dtype dtype) const {
   auto format = std::make_unique<detail::LayerFormat>();
   const codec::Code raw = raw_code(dtype);
-  const auto block_size = static_cast<int>(storage_->pool()->config().block_size);
+  const auto block_size =
+      static_cast<int>(std::min<std::int64_t>(storage_->pool()->config().block_size, 1 << 20));
   const std::int64_t dims[] = {key_dim, value_dim};
   const std::string* tags[] = {&config_.key_format, &config_.value_format};
   for (int role = 0; role < 2; ++role) {
@@ -342,53 +372,44 @@ std::optional<PagedRowImage> PagedKVCache::save_row(std::int64_t row) const {
                        std::move(keys),            std::move(values)};
 }
 
-void PagedKVCache::load_row(std::int64_t row, const PagedRowImage& image) {
-  require_row(row);
-  const std::int64_t block_size = storage_->pool()->config().block_size;
-  if (image.block_size != block_size) {
-    throw std::invalid_argument(message("the image has blocks of ", image.block_size,
-                                        " tokens, the pool of ", block_size));
+void PagedKVCache::load_rows(std::span<const std::optional<PagedRowImage>> images,
+                             std::span<const Owner> owners) {
+  if (images.size() != owners.size()) {
+    throw std::invalid_argument(message("images and owners must be as many"));
   }
-  auto format = make_format(image.n_kv_heads, image.key_dim, image.value_dim, image.dtype);
-  if (format_ != nullptr &&
-      (dtype_ != image.dtype || format_->n_kv_heads != format->n_kv_heads ||
-       format_->raw[0].head_dim != image.key_dim || format_->raw[1].head_dim != image.value_dim)) {
-    throw std::invalid_argument(message("the image is of another type or shape than the cache"));
-  }
-  if (image.blocks.size() % 4 != 0) {
-    throw std::invalid_argument(message("blocks must be four numbers each"));
-  }
-  std::vector<detail::SavedBlock> saved;
-  for (std::size_t i = 0; i < image.blocks.size(); i += 4) {
-    saved.push_back({image.blocks[i],
-                     static_cast<std::int32_t>(std::clamp<std::int64_t>(image.blocks[i + 1], 0,
-                                                                        block_size + 1)),
-                     {image.blocks[i + 2] != 0, image.blocks[i + 3] != 0}});
-  }
-  detail::Sequence restored(storage_->pool(), memory_, storage_->pool()->new_owner());
-  detail::Sequence& sequence = *rows_[static_cast<std::size_t>(row)];
-  for (const mx::array* bytes : {&image.keys, &image.values}) {
-    if (bytes->dtype() != mx::uint8 || bytes->ndim() != 1) {
-      throw std::invalid_argument(message("keys and values of an image must be uint8 vectors"));
+  std::unique_ptr<detail::LayerFormat> format;
+  const PagedRowImage* first = nullptr;
+  std::vector<detail::BlockList> described(images.size());
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    if (!images[i]) continue;
+    const PagedRowImage& image = *images[i];
+    if (first == nullptr) {
+      first = &image;
+      format = make_format(image.n_kv_heads, image.key_dim, image.value_dim, image.dtype);
     }
-  }
-  restored.restore(*format, saved);
-  for (int role = 0; role < 2; ++role) {
-    const mx::array& bytes = role == 0 ? image.keys : image.values;
-    const std::size_t needed = detail::image_bytes(*format, restored.blocks(), role);
-    if (bytes.size() != needed) {
-      throw std::invalid_argument(message(role == 0 ? "keys" : "values", " of the image must be ",
-                                          needed, " bytes, got ", bytes.size()));
+    if (image.dtype != first->dtype || image.n_kv_heads != first->n_kv_heads ||
+        image.key_dim != first->key_dim || image.value_dim != first->value_dim) {
+      throw std::invalid_argument(message("the images are of different types or shapes"));
     }
+    described[i] = described_blocks(*format, image);
   }
-  storage_->backend()->write_image(*format, restored.blocks(), image.keys, image.values);
-  sequence.fork_from(restored);
-  if (format_ == nullptr) {
-    format_ = std::move(format);
-    dtype_ = image.dtype;
+
+  std::vector<std::unique_ptr<detail::Sequence>> rows;
+  std::vector<std::int64_t> positions;
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    rows.push_back(std::make_unique<detail::Sequence>(storage_->pool(), memory_, owners[i]));
+    if (images[i]) rows.back()->restore(*format, std::move(described[i]));
+    positions.push_back(rows.back()->length());
   }
-  first_positions_.resize(rows_.size());
-  first_positions_[static_cast<std::size_t>(row)] = sequence.length();
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    if (!images[i]) continue;
+    storage_->backend()->write_image(*format, rows[i]->blocks(), images[i]->keys,
+                                     images[i]->values);
+  }
+  rows_ = std::move(rows);
+  first_positions_ = std::move(positions);
+  format_ = std::move(format);
+  dtype_ = first == nullptr ? std::nullopt : std::optional(first->dtype);
 }
 
 std::size_t PagedKVCache::nbytes() const noexcept {

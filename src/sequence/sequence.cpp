@@ -1,6 +1,7 @@
 #include "sequence/sequence.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 #include "backend/native.h"
@@ -269,42 +270,76 @@ void Sequence::fork_from(const Sequence& other) {
   n_settled_ = other.n_settled_;
 }
 
-void Sequence::restore(const LayerFormat& format, std::span<const SavedBlock> saved) {
-  const std::int32_t block_size = format.raw[0].block_size;
+void Sequence::restore(const LayerFormat& format, BlockList described) {
+  const auto blocks = std::make_shared<BlockList>(std::move(described));
+  std::vector<Block> taken[2];
+  if (!blocks->empty()) {
+    auto [keys, values] = pool_->allocate_kv(
+        static_cast<std::int64_t>(blocks->size()) * format.raw[0].block_size, owner_,
+        codec::name(format.sealed[0].format.code));
+    taken[0] = std::move(keys);
+    taken[1] = std::move(values);
+  }
+  try {
+    for (TokenBlock& block : *blocks) {
+      for (const int role : kRoles) {
+        block.bytes[role] =
+            memory_->take(format.block_bytes(format.part(role, block.format[role])));
+      }
+    }
+  } catch (...) {
+    for (const int role : kRoles) pool_->release(taken[role]);
+    throw;
+  }
+  clear();
+  blocks_ = blocks;
+  for (const int role : kRoles) holds_[role] = std::move(taken[role]);
+  for (std::size_t i = 0; i < blocks_->size(); ++i) {
+    for (const int role : kRoles) mark_used(*pool_, holds_[role][i], (*blocks_)[i].n_tokens);
+  }
+  length_ = blocks_->empty() ? 0 : blocks_->back().end();
+}
+
+BlockList described_blocks(const LayerFormat& format, std::span<const SavedBlock> saved) {
+  constexpr std::int64_t kMaxLength = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t block_size = format.raw[0].block_size;
   BlockList blocks;
   std::int64_t next = saved.empty() ? 0 : saved.front().position;
+  if (next < 0 || next > kMaxLength) {
+    throw std::invalid_argument(concat("PagedKVCache: the first saved block must be at 0 to ",
+                                       kMaxLength, ", got ", next));
+  }
   for (const SavedBlock& block : saved) {
-    if (block.position != next || block.position < 0 || block.n_tokens < 1 ||
-        block.n_tokens > block_size || (block.sealed[0] && !format.seals(0)) ||
-        (block.sealed[1] && !format.seals(1))) {
+    if (block.position != next || block.n_tokens < 1 || block.n_tokens > block_size) {
       throw std::invalid_argument(concat(
           "PagedKVCache: saved blocks must follow each other with 1 to ", block_size,
           " tokens each; got ", block.n_tokens, " at ", block.position, " where ", next,
           " comes next"));
     }
-    next = block.position + block.n_tokens;
-    TokenBlock& restored = blocks.emplace_back();
-    restored.position = block.position;
-    restored.n_tokens = block.n_tokens;
+    TokenBlock& described = blocks.emplace_back();
+    described.position = block.position;
+    described.n_tokens = static_cast<std::int32_t>(block.n_tokens);
     for (const int role : kRoles) {
-      const codec::PartGeometry& part = block.sealed[role] ? format.sealed[role] : format.raw[role];
-      restored.bytes[role] = memory_->take(format.block_bytes(part));
-      restored.format[role] = part.format;
+      if (block.sealed[role] && !format.seals(role)) {
+        throw std::invalid_argument(concat("PagedKVCache: a saved block of ",
+                                           role == 0 ? "keys" : "values", " at ", block.position,
+                                           " is encoded, this cache's are all raw"));
+      }
+      described.format[role] = (block.sealed[role] ? format.sealed : format.raw)[role].format;
+    }
+    next = described.end();
+    if (next > kMaxLength) {
+      throw std::invalid_argument(
+          concat("PagedKVCache: saved blocks must end at ", kMaxLength, " at most, got ", next));
     }
   }
-  clear();
-  if (blocks.empty()) return;
-  auto [keys, values] =
-      pool_->allocate_kv(static_cast<std::int64_t>(blocks.size()) * block_size, owner_,
-                         codec::name(format.sealed[0].format.code));
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    pool_->mark_used(keys[i], blocks[i].n_tokens);
-    pool_->mark_used(values[i], blocks[i].n_tokens);
+  const std::int64_t most_gone =
+      format.sliding > 0 ? std::max<std::int64_t>(0, next - format.sliding + 1) : 0;
+  if (!blocks.empty() && blocks.front().position > most_gone) {
+    throw std::invalid_argument(concat("PagedKVCache: the first saved block must be at 0 to ",
+                                       most_gone, ", got ", blocks.front().position));
   }
-  holds_[0] = std::move(keys);
-  holds_[1] = std::move(values);
-  *blocks_ = std::move(blocks);
-  length_ = next;
+  return blocks;
 }
 
 }  // namespace kvpool::detail

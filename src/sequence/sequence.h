@@ -54,12 +54,16 @@ struct AttendView {
   Buffers buffers;
 };
 
-/// A TokenBlock without its bytes.
+/// What an image says of a block.
 struct SavedBlock {
   std::int64_t position;
-  std::int32_t n_tokens;
+  std::int64_t n_tokens;
   bool sealed[2];
 };
+
+/// The blocks that `saved` says, without bytes.
+/// @throws std::invalid_argument unless they follow each other and could be of such a layer.
+BlockList described_blocks(const LayerFormat& format, std::span<const SavedBlock> saved);
 
 // What an append asks of memory, in this order.
 
@@ -140,10 +144,10 @@ class Sequence {
   void shorten(std::int64_t length);
   /// Takes over the tokens of `other`, by reference, under this sequence's owner.
   void fork_from(const Sequence& other);
-  /// Takes pool blocks and memory for the blocks described, in place of what this sequence holds; their
-  /// bytes are the caller's to write.
-  /// @throws std::invalid_argument if they do not follow each other; BlockPoolExhaustedError.
-  void restore(const LayerFormat& format, std::span<const SavedBlock> saved);
+  /// Holds the blocks described (described_blocks()) in place of what it held; their bytes are the
+  /// caller's to write.
+  /// @throws BlockPoolExhaustedError: nothing has changed.
+  void restore(const LayerFormat& format, BlockList described);
   /// Frees everything.
   void clear() noexcept;
   /// Whether the pool still counts these blocks for the owner.

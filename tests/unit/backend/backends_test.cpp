@@ -362,7 +362,7 @@ TEST_P(Backends, AnImageOfOneLoadsInEach) {
     ASSERT_TRUE(image);
     for (const std::string& other : {std::string("ops"), native_level()}) {
       PagedKVCache two(storage_on(other, 20), formats.config(8, 4), std::vector<Owner>{1});
-      two.load_row(0, *image);
+      two.load_rows({&image, 1}, two.owners());
       const auto wanted = one.fetch();
       const auto got = two.fetch();
       // Both round what they decode to fp16.

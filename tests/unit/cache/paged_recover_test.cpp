@@ -109,7 +109,7 @@ TEST_F(Recover, AnImageThatCannotBeReadIsNan) {
     PagedRowImage image = saved.save_row(0).value();
     image.keys = failing(image.keys.shape(), mx::uint8);
     PagedKVCache loaded = cache(config(format, format));
-    loaded.load_row(0, image);
+    loaded.load_rows(std::vector{std::optional(image)}, loaded.owners());
     EXPECT_EQ(storage_->recover(), 1);
     EXPECT_TRUE(is_nan(loaded.fetch().first)) << format;
     EXPECT_TRUE(is_nan(loaded.fetch().second)) << format;
