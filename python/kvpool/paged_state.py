@@ -95,7 +95,7 @@ def restore(cache: PagedKVCacheCore, state: Any) -> None:
     """
     config, block_size, n_rows = saved_config(state)
     rows = list(state)[3]
-    if any(getattr(config, name) != getattr(cache.config, name) for name in _CONFIG) or n_rows != cache.n_rows:
+    if _fields(config) != _fields(cache.config) or n_rows != cache.n_rows:
         raise ValueError("PagedKVCache: the state is of another configuration, or of another number of rows")
     try:
         for i, row in enumerate(rows):
