@@ -561,7 +561,7 @@ class PagedStorage:
 class PagedKVCacheConfig:
     """How a PagedKVCache stores tokens."""
 
-    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0, check_finite: bool = False) -> None: ...
+    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0, check_finite: bool = False, codebooks: VecInferCodebooks | None = None, layer: int = 0) -> None: ...
 
     @property
     def key_format(self) -> str: ...
@@ -594,6 +594,14 @@ class PagedKVCacheConfig:
         Evaluate the tokens of each append, and refuse what a format other than raw cannot
         store: NaN, infinity and what is beyond fp16.
         """
+
+    @property
+    def codebooks(self) -> VecInferCodebooks:
+        """What vecinfer formats need: codebooks of that format."""
+
+    @property
+    def layer(self) -> int:
+        """The layer of the codebooks."""
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -700,7 +708,7 @@ class StandaloneKVCache(KVCache):
 class KVCacheConfig:
     """What KVCacheFactory makes a cache from."""
 
-    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0, check_finite: bool = False) -> None: ...
+    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0, check_finite: bool = False, codebooks: VecInferCodebooks | None = None, random_codebooks: int | None = None) -> None: ...
 
     @property
     def method(self) -> str:
@@ -759,6 +767,17 @@ class KVCacheConfig:
     @check_finite.setter
     def check_finite(self, arg: bool, /) -> None: ...
 
+    @property
+    def codebooks(self) -> VecInferCodebooks:
+        """Of vecinfer methods: codebooks of one KV head."""
+
+    @property
+    def random_codebooks(self) -> int | None:
+        """If there are no codebooks: the seed of random ones, for tests."""
+
+    @random_codebooks.setter
+    def random_codebooks(self, arg: int | None, /) -> None: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
 class KVCacheFactory:
@@ -786,6 +805,12 @@ class KVCacheBuilder:
     def with_sink(self, sink: int) -> KVCacheBuilder: ...
 
     def with_check_finite(self, check_finite: bool) -> KVCacheBuilder: ...
+
+    def with_codebooks(self, codebooks: VecInferCodebooks) -> KVCacheBuilder:
+        """Of one KV head, for vecinfer methods."""
+
+    def with_random_codebooks(self, seed: int) -> KVCacheBuilder:
+        """VecInferCodebooks.random(), for tests."""
 
     @property
     def config(self) -> KVCacheConfig: ...
