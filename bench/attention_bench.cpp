@@ -24,6 +24,7 @@
 
 #include "attention/attention.h"
 #include "codec/codec.h"
+#include "codec/vector_quantizer.h"
 
 namespace kvpool {
 namespace {
@@ -47,10 +48,67 @@ struct Case {
   const char* name;
   Format format;
 };
-constexpr Case kCases[] = {
-    {"fp32", {kFp32}},         {"fp16", {kFp16}},         {"bf16", {kBf16}},
-    {"int8 g32", {kInt8, 32}}, {"int4 g32", {kInt4, 32}}, {"int4 g64", {kInt4, 64}},
-    {"int2 g32", {kInt2, 32}}, {"kivi4", {kKivi4, 32}},   {"kivi2", {kKivi2, 32}}};
+constexpr Case kCases[] = {{"fp32", {kFp32}},
+                           {"fp16", {kFp16}},
+                           {"bf16", {kBf16}},
+                           {"int8 g32", {kInt8, 32}},
+                           {"int4 g32", {kInt4, 32}},
+                           {"int4 g64", {kInt4, 64}},
+                           {"int2 g32", {kInt2, 32}},
+                           {"kivi4", {kKivi4, 32}},
+                           {"kivi2", {kKivi2, 32}},
+                           {"vecinfer1", {kVecInfer1}},
+                           {"vecinfer1.5", {kVecInfer1_5}},
+                           {"vecinfer2", {kVecInfer2}},
+                           {"vecinfer3", {kVecInfer3}},
+                           {"vecinfer4", {kVecInfer4}}};
+
+/// Codebooks of random centroids: they cost what trained ones do.
+std::shared_ptr<const codec::VectorQuantizer> random_quantizer(const Shape& shape,
+                                                               const Format& format,
+                                                               codec::Role role) {
+  if (!format.is_vector()) return nullptr;
+  const codec::VectorCode code = codec::vector_code(format.code, role);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  auto quantizer = std::make_shared<codec::VectorQuantizer>();
+  const auto dim = static_cast<std::size_t>(shape.head_dim);
+  for (int head = 0; head < shape.n_kv_heads; ++head) {
+    std::vector<std::int8_t> centroids((std::size_t{1} << code.code_bits) *
+                                       static_cast<std::size_t>(code.sub_dim));
+    for (std::int8_t& x : centroids) {
+      x = static_cast<std::int8_t>(std::clamp(32.0F * normal(random), -127.0F, 127.0F));
+    }
+    quantizer->codebooks.push_back(
+        codec::make_codebook(code.sub_dim, code.code_bits, 1.0F / 32.0F, std::move(centroids)));
+    quantizer->transforms.push_back(
+        {std::vector<float>(dim, 1.0F), std::vector<float>(dim, 0.0F), true});
+  }
+  return quantizer;
+}
+
+/// Nanoseconds that a token of a head takes to encode, keys and values together.
+double encode_ns(const Shape& shape, Format format, int block_size) {
+  double best = 0.0;
+  for (const codec::Role role : {codec::Role::kKeys, codec::Role::kValues}) {
+    const auto quantizer = random_quantizer(shape, format, role);
+    format.quantizer = quantizer.get();
+    const codec::PartGeometry geometry{format, role, block_size, shape.head_dim};
+    std::vector<float> rows(static_cast<std::size_t>(block_size * shape.head_dim));
+    std::mt19937 random(4);
+    std::normal_distribution<float> normal;
+    for (float& x : rows) x = normal(random);
+    std::vector<std::byte> part(codec::part_bytes(geometry));
+    double least = std::numeric_limits<double>::infinity();
+    for (int round = 0; round < 20 * kRounds; ++round) {
+      const auto start = Clock::now();
+      codec::encode(geometry, rows.data(), block_size, part.data());
+      least = std::min(least, std::chrono::duration<double>(Clock::now() - start).count());
+    }
+    best += least * 1e9 / block_size;
+  }
+  return best;
+}
 
 struct Unmap {
   std::size_t n;
@@ -69,9 +127,14 @@ Memory map(std::size_t n) {
 class Cache {
  public:
   Cache(const Shape& shape, const Format& format, int n_tokens, int block_size)
-      : bytes_(0), layers_(static_cast<std::size_t>(shape.n_layers)) {
-    const codec::PartGeometry keys{format, codec::Role::kKeys, block_size, shape.head_dim};
-    const codec::PartGeometry values{format, codec::Role::kValues, block_size, shape.head_dim};
+      : bytes_(0),
+        layers_(static_cast<std::size_t>(shape.n_layers)),
+        quantizers_{random_quantizer(shape, format, codec::Role::kKeys),
+                    random_quantizer(shape, format, codec::Role::kValues)} {
+    codec::PartGeometry keys{format, codec::Role::kKeys, block_size, shape.head_dim};
+    codec::PartGeometry values{format, codec::Role::kValues, block_size, shape.head_dim};
+    keys.format.quantizer = quantizers_[0].get();
+    values.format.quantizer = quantizers_[1].get();
     const std::size_t key_bytes = codec::block_bytes(keys, shape.n_kv_heads);
     const std::size_t value_bytes = codec::block_bytes(values, shape.n_kv_heads);
     const auto n_blocks = static_cast<std::size_t>((n_tokens + block_size - 1) / block_size);
@@ -88,7 +151,8 @@ class Cache {
         block.position = static_cast<std::int64_t>(i) * block_size;
         block.n_tokens = std::min(block_size, n_tokens - static_cast<int>(i) * block_size);
         block.block_size = block_size;
-        block.key_format = block.value_format = format;
+        block.key_format = keys.format;
+        block.value_format = values.format;
         std::memcpy(at + i * key_bytes, key.data(), key_bytes);
         std::memcpy(at + n_blocks * key_bytes + i * value_bytes, value.data(), value_bytes);
         blocks.push_back(block);
@@ -101,11 +165,12 @@ class Cache {
   const std::vector<std::vector<attention::BlockRef>>& layers() const { return layers_; }
 
  private:
-  static std::vector<std::byte> sample(const codec::PartGeometry& geometry, int n_kv_heads) {
+  static std::vector<std::byte> sample(codec::PartGeometry geometry, int n_kv_heads) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     std::vector<std::byte> block;
     for (int head = 0; head < n_kv_heads; ++head) {
+      geometry.kv_head = head;
       std::vector<float> rows(static_cast<std::size_t>(geometry.block_size * geometry.head_dim));
       for (float& x : rows) x = normal(random);
       std::vector<std::byte> part(codec::part_bytes(geometry));
@@ -118,6 +183,7 @@ class Cache {
   std::size_t bytes_;
   Memory memory_{nullptr, Unmap{0}};
   std::vector<std::vector<attention::BlockRef>> layers_;
+  std::shared_ptr<const codec::VectorQuantizer> quantizers_[2];
 };
 
 struct Seconds {
@@ -208,14 +274,14 @@ void run(const Shape& shape, int n_threads, int n_tokens, int block_size) {
       "%d thread(s), kernels %s; this machine reads %.1f GB/s\n",
       shape.name, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.n_layers, n_tokens,
       block_size, n_threads, std::string(kernels::active().name).c_str(), bandwidth / 1e9);
-  std::printf("%-10s %9s %9s %15s %9s %12s %9s\n", "format", "ms/token", "CPU ms", "ns/layer-token",
-              "GB/s", "of bandwidth", "vs bf16");
+  std::printf("%-12s %9s %9s %15s %9s %12s %9s %11s\n", "format", "ms/token", "CPU ms",
+              "ns/layer-token", "GB/s", "of bandwidth", "vs bf16", "encode ns");
   for (std::size_t i = 0; i < caches.size(); ++i) {
     const double rate = static_cast<double>(caches[i].bytes()) / best[i].wall;
-    std::printf("%-10s %9.2f %9.2f %15.2f %9.1f %11.0f%% %8.2fx\n", kCases[i].name,
+    std::printf("%-12s %9.2f %9.2f %15.2f %9.1f %11.0f%% %8.2fx %11.0f\n", kCases[i].name,
                 best[i].wall * 1e3, best[i].cpu * 1e3,
                 best[i].wall * 1e9 / shape.n_layers / n_tokens, rate / 1e9, 100 * rate / bandwidth,
-                best[2].wall / best[i].wall);
+                best[2].wall / best[i].wall, encode_ns(shape, kCases[i].format, block_size));
   }
 }
 

@@ -1,6 +1,7 @@
 #include "kvpool/kv_cache.h"
 
 #include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -8,6 +9,7 @@
 #include "kvpool/kv_cache_builder.h"
 #include "kvpool/pooled_kv_cache.h"
 #include "kvpool/standalone_kv_cache.h"
+#include "kvpool/vecinfer_codebooks.h"
 
 namespace kvpool::bindings {
 
@@ -168,14 +170,19 @@ void bind_builder(nb::module_& m) {
           "__init__",
           [](KVCacheConfig* self, std::string method, std::int64_t head_dim, int bits,
              int group_size, std::int64_t block_size, std::int64_t window, std::int64_t sink,
-             bool check_finite) {
-            new (self) KVCacheConfig{std::move(method), head_dim, bits, group_size,
-                                     block_size,        window,   sink, check_finite};
+             bool check_finite, std::shared_ptr<VecInferCodebooks> codebooks,
+             std::optional<std::uint64_t> random_codebooks) {
+            new (self) KVCacheConfig{std::move(method),    head_dim,         bits,
+                                     group_size,           block_size,       window,
+                                     sink,                 check_finite,     std::move(codebooks),
+                                     random_codebooks};
           },
           "method"_a = "kivi", "head_dim"_a = 128, "bits"_a = 2, "group_size"_a = 32,
-          "block_size"_a = 32, "window"_a = 128, "sink"_a = 0, "check_finite"_a = false)
+          "block_size"_a = 32, "window"_a = 128, "sink"_a = 0, "check_finite"_a = false,
+          "codebooks"_a.none() = nb::none(), "random_codebooks"_a.none() = nb::none())
       .def_rw("method", &KVCacheConfig::method,
-              "'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2'; 'int' and 'kivi' with `bits`.")
+              "'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2', 'vecinfer1', 'vecinfer1.5', 'vecinfer2',\n"
+              "'vecinfer3', 'vecinfer4'; 'int' and 'kivi' with `bits`.")
       .def_rw("head_dim", &KVCacheConfig::head_dim)
       .def_rw("bits", &KVCacheConfig::bits)
       .def_rw("group_size", &KVCacheConfig::group_size, "Channels to a scale: 32 or 64.")
@@ -185,6 +192,14 @@ void bind_builder(nb::module_& m) {
       .def_rw("sink", &KVCacheConfig::sink, "First tokens that stay fp16.")
       .def_rw("check_finite", &KVCacheConfig::check_finite,
               "Evaluate each token and refuse what the method cannot store.")
+      .def_prop_ro(
+          "codebooks",
+          [](const KVCacheConfig& config) {
+            return std::const_pointer_cast<VecInferCodebooks>(config.codebooks);
+          },
+          "Of vecinfer methods: codebooks of one KV head.")
+      .def_rw("random_codebooks", &KVCacheConfig::random_codebooks,
+              "If there are no codebooks: the seed of random ones, for tests.")
       .def(nb::self == nb::self, kEqual);
   nb::class_<KVCacheFactory>(m, "KVCacheFactory")
       .def_static("create", &KVCacheFactory::create, "config"_a,
@@ -201,6 +216,13 @@ void bind_builder(nb::module_& m) {
       .def("with_sink", &KVCacheBuilder::with_sink, "sink"_a, nb::rv_policy::none)
       .def("with_check_finite", &KVCacheBuilder::with_check_finite, "check_finite"_a,
            nb::rv_policy::none)
+      .def(
+          "with_codebooks",
+          [](KVCacheBuilder& builder, std::shared_ptr<VecInferCodebooks> codebooks)
+              -> KVCacheBuilder& { return builder.with_codebooks(std::move(codebooks)); },
+          "codebooks"_a, nb::rv_policy::none, "Of one KV head, for vecinfer methods.")
+      .def("with_random_codebooks", &KVCacheBuilder::with_random_codebooks, "seed"_a,
+           nb::rv_policy::none, "VecInferCodebooks.random(), for tests.")
       .def_prop_ro("config", &KVCacheBuilder::config, nb::rv_policy::copy)
       .def("build", &KVCacheBuilder::build, "As KVCacheFactory.create().");
 }

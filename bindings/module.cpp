@@ -10,6 +10,7 @@ NB_MODULE(_core, m) {
   bind_mlx_buffer_pool(m);
   bind_mlx_block_storage(m);
   bind_pool_backed_kv_cache(m);
+  bind_vecinfer_codebooks(m);
   bind_paged_kv_cache(m);
   bind_kv_cache(m);
 }

@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "kvpool/vecinfer_codebooks.h"
 
 namespace kvpool::bindings {
 
@@ -19,13 +20,13 @@ namespace {
 
 /// PagedRowImage as Python has it.
 using RowParts = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, mx::Dtype,
-                            std::vector<std::int64_t>, mx::array, mx::array>;
+                            std::vector<std::int64_t>, mx::array, mx::array, std::uint64_t>;
 
 PagedRowImage image_of(std::int64_t block_size, std::int64_t n_kv_heads, std::int64_t key_dim,
                        std::int64_t value_dim, mx::Dtype dtype, std::vector<std::int64_t> blocks,
-                       mx::array keys, mx::array values) {
-  return {block_size, n_kv_heads, key_dim, value_dim, dtype,
-          std::move(blocks), std::move(keys), std::move(values)};
+                       mx::array keys, mx::array values, std::uint64_t codebooks) {
+  return {block_size,        n_kv_heads,      key_dim,           value_dim, dtype,
+          std::move(blocks), std::move(keys), std::move(values), codebooks};
 }
 
 }  // namespace
@@ -54,13 +55,22 @@ void bind_paged_kv_cache(nb::module_& m) {
           "__init__",
           [](PagedKVCacheConfig* self, std::string key_format, std::string value_format,
              int group_size, bool hadamard, std::int64_t window, std::int64_t sink,
-             std::int64_t sliding_window, bool check_finite) {
-            new (self) PagedKVCacheConfig{std::move(key_format), std::move(value_format), group_size,
-                                          hadamard, window, sink, sliding_window, check_finite};
+             std::int64_t sliding_window, bool check_finite,
+             std::shared_ptr<VecInferCodebooks> codebooks, std::int64_t layer) {
+            new (self) PagedKVCacheConfig{std::move(key_format),
+                                          std::move(value_format),
+                                          group_size,
+                                          hadamard,
+                                          window,
+                                          sink,
+                                          sliding_window,
+                                          check_finite,
+                                          std::move(codebooks),
+                                          layer};
           },
           "key_format"_a = "raw", "value_format"_a = "raw", "group_size"_a = 32,
           "hadamard"_a = true, "window"_a = 128, "sink"_a = 16, "sliding_window"_a = 0,
-          "check_finite"_a = false)
+          "check_finite"_a = false, "codebooks"_a.none() = nb::none(), "layer"_a = 0)
       .def_ro("key_format", &PagedKVCacheConfig::key_format)
       .def_ro("value_format", &PagedKVCacheConfig::value_format)
       .def_ro("group_size", &PagedKVCacheConfig::group_size, "Channels to a scale: 32 or 64.")
@@ -72,6 +82,13 @@ void bind_paged_kv_cache(nb::module_& m) {
       .def_ro("check_finite", &PagedKVCacheConfig::check_finite,
               "Evaluate the tokens of each append, and refuse what a format other than raw cannot\n"
               "store: NaN, infinity and what is beyond fp16.")
+      .def_prop_ro(
+          "codebooks",
+          [](const PagedKVCacheConfig& config) {
+            return std::const_pointer_cast<VecInferCodebooks>(config.codebooks);
+          },
+          "What vecinfer formats need: codebooks of that format.")
+      .def_ro("layer", &PagedKVCacheConfig::layer, "The layer of the codebooks.")
       .def(nb::self == nb::self, kEqual);
 
   nb::class_<PagedKVCache>(m, "PagedKVCacheCore", nb::is_weak_referenceable(),
@@ -124,7 +141,7 @@ void bind_paged_kv_cache(nb::module_& m) {
              if (!image) return nb::none();
              return nb::make_tuple(image->block_size, image->n_kv_heads, image->key_dim,
                                    image->value_dim, image->dtype, image->blocks, image->keys,
-                                   image->values);
+                                   image->values, image->codebooks);
            },
            "row"_a)
       .def(

@@ -6,7 +6,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(avx2_sources
     src/kernels/avx2/integer.cpp
     src/kernels/avx2/raw.cpp
-    src/kernels/avx2/table.cpp)
+    src/kernels/avx2/table.cpp
+    src/kernels/avx2/vector.cpp)
   set_source_files_properties(${avx2_sources} PROPERTIES COMPILE_OPTIONS
     "-mavx2;-mfma;-mf16c;-ffp-contract=off")
   set(avx512_sources
@@ -15,7 +16,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     src/kernels/avx512/channel_keys.cpp
     src/kernels/avx512/decode.cpp
     src/kernels/avx512/raw.cpp
-    src/kernels/avx512/table.cpp)
+    src/kernels/avx512/table.cpp
+    src/kernels/avx512/table_keys.cpp
+    src/kernels/avx512/vector_keys.cpp
+    src/kernels/avx512/vector_values.cpp
+    src/kernels/avx512/wide_vector.cpp)
   set_source_files_properties(${avx512_sources} PROPERTIES COMPILE_OPTIONS
     "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized$<SEMICOLON>-Wno-maybe-uninitialized>;-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512vbmi;-mavx512vnni;-mfma;-mf16c;-ffp-contract=off")
   set(KVPOOL_LEVEL_SOURCES src/kernels/levels_x86.cpp ${avx2_sources} ${avx512_sources})
@@ -28,5 +33,6 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
   set_source_files_properties(${neon_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
   set(KVPOOL_LEVEL_SOURCES src/kernels/levels_arm64.cpp ${neon_sources})
 endif()
-set_source_files_properties(src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp
+set_source_files_properties(
+  src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp src/kernels/scalar/vector.cpp
   PROPERTIES COMPILE_OPTIONS -ffp-contract=off)

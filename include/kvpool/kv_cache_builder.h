@@ -2,15 +2,19 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "kvpool/kv_cache.h"
 
 namespace kvpool {
 
+class VecInferCodebooks;
+
 /// What KVCacheFactory makes a standalone cache from. Plain data.
 struct KVCacheConfig {
-  /// "fp16", "int8", "int4", "int2", "kivi4", "kivi2"; "int" and "kivi" with `bits` of their own.
+  /// "fp16", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer1", "vecinfer1.5", "vecinfer2",
+  /// "vecinfer3", "vecinfer4"; "int" and "kivi" with `bits` of their own.
   std::string method = "kivi";
   std::int64_t head_dim = 128;
   /// Of methods "int" (8, 4, 2) and "kivi" (4, 2).
@@ -25,6 +29,10 @@ struct KVCacheConfig {
   std::int64_t sink = 0;
   /// Evaluate each token and refuse what the method cannot store; see PagedKVCacheConfig.
   bool check_finite = false;
+  /// Of vecinfer methods: codebooks of one KV head, of which the first layer counts.
+  std::shared_ptr<const VecInferCodebooks> codebooks = nullptr;
+  /// If there are none: the seed of random ones, for tests.
+  std::optional<std::uint64_t> random_codebooks = std::nullopt;
 
   bool operator==(const KVCacheConfig&) const = default;
 };
@@ -45,6 +53,9 @@ class KVCacheBuilder {
   KVCacheBuilder& with_window(std::int64_t window);
   KVCacheBuilder& with_sink(std::int64_t sink);
   KVCacheBuilder& with_check_finite(bool check_finite);
+  KVCacheBuilder& with_codebooks(std::shared_ptr<const VecInferCodebooks> codebooks);
+  /// VecInferCodebooks::random(), for tests.
+  KVCacheBuilder& with_random_codebooks(std::uint64_t seed);
 
   const KVCacheConfig& config() const noexcept { return config_; }
   /// As KVCacheFactory::create().

@@ -15,6 +15,8 @@
 
 namespace kvpool {
 
+class VecInferCodebooks;
+
 namespace detail {
 class BlockMemory;
 class Sequence;
@@ -23,7 +25,8 @@ struct LayerFormat;
 
 /// How a PagedKVCache stores tokens. Plain data.
 struct PagedKVCacheConfig {
-  /// "raw" (the model's own type), "int8", "int4", "int2", "kivi4" or "kivi2".
+  /// "raw" (the model's own type), "int8", "int4", "int2", "kivi4", "kivi2", or "vecinfer1",
+  /// "vecinfer1.5", "vecinfer2", "vecinfer3", "vecinfer4".
   std::string key_format = "raw";
   std::string value_format = "raw";
   /// Channels to a scale: 32 or 64.
@@ -40,6 +43,9 @@ struct PagedKVCacheConfig {
   /// Evaluate the tokens of each append, and refuse what its format cannot store: NaN, infinity and
   /// what is beyond fp16, unless the format is raw. Without it such a token spoils its own block.
   bool check_finite = false;
+  /// What vecinfer formats need: codebooks of that format, and the layer of them.
+  std::shared_ptr<const VecInferCodebooks> codebooks = nullptr;
+  std::int64_t layer = 0;
 
   bool operator==(const PagedKVCacheConfig&) const = default;
 };
@@ -62,6 +68,8 @@ struct PagedRowImage {
   std::vector<std::int64_t> blocks;
   mlx::core::array keys;    ///< uint8
   mlx::core::array values;  ///< uint8
+  /// VecInferCodebooks::identity() of those it is coded with; 0 if with none.
+  std::uint64_t codebooks = 0;
 };
 
 /// Keys and values of one attention layer for a batch of requests, in blocks of a pool, attended
@@ -154,6 +162,7 @@ class PagedKVCache {
                          std::span<const std::int64_t> first,
                          std::span<const std::int64_t> count) const;
   void adopt_format(const PagedKVCache& other);
+  std::uint64_t codebook_identity() const noexcept;
 
   std::shared_ptr<PagedStorage> storage_;
   std::shared_ptr<detail::BlockMemory> memory_;  ///< Of new blocks.

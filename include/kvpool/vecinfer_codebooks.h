@@ -46,6 +46,14 @@ class VecInferCodebooks {
   ///         what is allowed.
   VecInferCodebooks(std::string format, const VecInferStream& keys, const VecInferStream& values);
 
+  /// Centroids drawn from a normal distribution, the same for the same seed, and no mean or scales.
+  /// They make a cache work without a model to calibrate on; what they lose is not what trained ones
+  /// lose.
+  /// @throws std::invalid_argument as the constructor.
+  static VecInferCodebooks random(const std::string& format, std::int64_t n_layers,
+                                  std::int64_t n_kv_heads, std::int64_t head_dim,
+                                  std::uint64_t seed);
+
   const std::string& format() const noexcept { return format_; }
   std::int64_t n_layers() const noexcept { return static_cast<std::int64_t>(layers_.size()); }
   std::int64_t n_kv_heads() const noexcept { return n_kv_heads_; }
@@ -54,6 +62,8 @@ class VecInferCodebooks {
   const VecInferLayer& layer(std::int64_t index) const;
   /// Bytes of the centroids, scales and transforms as they are held, all layers together.
   std::size_t nbytes() const noexcept { return nbytes_; }
+  /// A hash of all that codes depend on: what one set coded, only an equal one decodes. Never 0.
+  std::uint64_t identity() const noexcept { return identity_; }
 
  private:
   std::string format_;
@@ -61,6 +71,7 @@ class VecInferCodebooks {
   std::int64_t head_dim_ = 0;
   std::vector<VecInferLayer> layers_;
   std::size_t nbytes_ = 0;
+  std::uint64_t identity_ = 0;
 };
 
 }  // namespace kvpool

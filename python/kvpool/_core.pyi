@@ -446,6 +446,88 @@ class PoolBackedKVCacheCore:
     def nbytes(self) -> int:
         """Bytes of both buffers, at capacity."""
 
+class VecInferStream:
+    """
+    How the keys, or the values, of all layers of a model are product-quantised.
+    """
+
+    def __init__(self, sub_dim: int, code_bits: int, centroids: mlx.core.array, scales: mlx.core.array, codebook_of: mlx.core.array, smooth: mlx.core.array, mean: mlx.core.array, hadamard: bool = True) -> None: ...
+
+    @property
+    def sub_dim(self) -> int:
+        """Channels to a code: 2, 4 or 8."""
+
+    @property
+    def code_bits(self) -> int:
+        """8; 12 with 8 channels."""
+
+    @property
+    def centroids(self) -> mlx.core.array:
+        """
+        (n_codebooks, 2^code_bits, sub_dim), int8: centroid c of codebook i is
+        scales[i] * centroids[i][c].
+        """
+
+    @property
+    def scales(self) -> mlx.core.array:
+        """(n_codebooks,), float32."""
+
+    @property
+    def codebook_of(self) -> mlx.core.array:
+        """(n_layers, n_kv_heads), int32: the codebook of each head."""
+
+    @property
+    def smooth(self) -> mlx.core.array:
+        """
+        (n_layers, n_kv_heads, head_dim), float32: what is coded is
+        hadamard((x - mean) / smooth).
+        """
+
+    @property
+    def mean(self) -> mlx.core.array:
+        """As smooth."""
+
+    @property
+    def hadamard(self) -> bool: ...
+
+class VecInferCodebooks:
+    """
+    The codebooks of one model for one of the formats vecinfer1 to vecinfer4. Immutable.
+
+    Raises ValueError naming the array that does not fit the others or the format.
+    """
+
+    def __init__(self, format: str, keys: VecInferStream, values: VecInferStream) -> None: ...
+
+    @staticmethod
+    def random(format: str, n_layers: int, n_kv_heads: int, head_dim: int, seed: int) -> VecInferCodebooks:
+        """
+        Centroids drawn from a normal distribution, the same for the same seed: a cache works
+        with them, but loses more than with trained ones.
+        """
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def n_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the centroids, scales and transforms as they are held."""
+
+    @property
+    def identity(self) -> int:
+        """
+        A hash of all that codes depend on: what one set coded, only an equal one decodes.
+        """
+
 class PagedStorage:
     """
     What the paged caches of all layers and requests share: the pool that counts their blocks and
@@ -479,7 +561,7 @@ class PagedStorage:
 class PagedKVCacheConfig:
     """How a PagedKVCache stores tokens."""
 
-    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0, check_finite: bool = False) -> None: ...
+    def __init__(self, key_format: str = 'raw', value_format: str = 'raw', group_size: int = 32, hadamard: bool = True, window: int = 128, sink: int = 16, sliding_window: int = 0, check_finite: bool = False, codebooks: VecInferCodebooks | None = None, layer: int = 0) -> None: ...
 
     @property
     def key_format(self) -> str: ...
@@ -512,6 +594,14 @@ class PagedKVCacheConfig:
         Evaluate the tokens of each append, and refuse what a format other than raw cannot
         store: NaN, infinity and what is beyond fp16.
         """
+
+    @property
+    def codebooks(self) -> VecInferCodebooks:
+        """What vecinfer formats need: codebooks of that format."""
+
+    @property
+    def layer(self) -> int:
+        """The layer of the codebooks."""
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -618,12 +708,13 @@ class StandaloneKVCache(KVCache):
 class KVCacheConfig:
     """What KVCacheFactory makes a cache from."""
 
-    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0, check_finite: bool = False) -> None: ...
+    def __init__(self, method: str = 'kivi', head_dim: int = 128, bits: int = 2, group_size: int = 32, block_size: int = 32, window: int = 128, sink: int = 0, check_finite: bool = False, codebooks: VecInferCodebooks | None = None, random_codebooks: int | None = None) -> None: ...
 
     @property
     def method(self) -> str:
         """
-        'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2'; 'int' and 'kivi' with `bits`.
+        'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2', 'vecinfer1', 'vecinfer1.5', 'vecinfer2',
+        'vecinfer3', 'vecinfer4'; 'int' and 'kivi' with `bits`.
         """
 
     @method.setter
@@ -676,6 +767,17 @@ class KVCacheConfig:
     @check_finite.setter
     def check_finite(self, arg: bool, /) -> None: ...
 
+    @property
+    def codebooks(self) -> VecInferCodebooks:
+        """Of vecinfer methods: codebooks of one KV head."""
+
+    @property
+    def random_codebooks(self) -> int | None:
+        """If there are no codebooks: the seed of random ones, for tests."""
+
+    @random_codebooks.setter
+    def random_codebooks(self, arg: int | None, /) -> None: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
 class KVCacheFactory:
@@ -703,6 +805,12 @@ class KVCacheBuilder:
     def with_sink(self, sink: int) -> KVCacheBuilder: ...
 
     def with_check_finite(self, check_finite: bool) -> KVCacheBuilder: ...
+
+    def with_codebooks(self, codebooks: VecInferCodebooks) -> KVCacheBuilder:
+        """Of one KV head, for vecinfer methods."""
+
+    def with_random_codebooks(self, seed: int) -> KVCacheBuilder:
+        """VecInferCodebooks.random(), for tests."""
 
     @property
     def config(self) -> KVCacheConfig: ...

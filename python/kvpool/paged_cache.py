@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from . import _route
 from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedKVCacheCore, PagedStorage, PoolConfig
-from .paged_state import PagedState, restore, saved_config
+from .paged_state import PagedState, remember_codebooks, restore, saved_config
 
 
 class CausalMask(str):
@@ -138,7 +138,9 @@ class PagedKVCache(_Paged):
 
     def __init__(self, storage: PagedStorage, config: PagedKVCacheConfig | None = None, owner: int | None = None):
         owner = storage.pool.new_owner() if owner is None else owner
-        super().__init__(storage, config or PagedKVCacheConfig(), [owner])
+        config = config or PagedKVCacheConfig()
+        super().__init__(storage, config, [owner])
+        remember_codebooks(config)
 
     @property
     def offset(self) -> int:

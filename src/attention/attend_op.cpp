@@ -21,6 +21,7 @@ attention::DType dtype_of(mx::Dtype dtype) {
 
 /// Arguments with all but the addresses of the arrays.
 struct AttendWork {
+  LayerFormat format;  ///< Keeps what the views' formats point to.
   attention::Arguments arguments;
   std::vector<std::shared_ptr<const AttendView>> views;
   std::vector<attention::SequenceRef> sequences;
@@ -78,6 +79,7 @@ mx::array NativeBackend::attend(const LayerFormat& format, std::span<const Atten
                                 const Visibility& visibility) {
   const mx::Stream stream = cpu_stream();
   auto work = std::make_shared<AttendWork>();
+  work->format = format;
   attention::Arguments& arguments = work->arguments;
   arguments.n_heads = queries.shape(1);
   arguments.n_kv_heads = format.n_kv_heads;

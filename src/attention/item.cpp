@@ -4,11 +4,14 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "attention/elements.h"
 #include "attention/mask.h"
 #include "attention/scratch.h"
+#include "codec/space.h"
 
 namespace kvpool::attention {
 namespace {
@@ -25,8 +28,35 @@ constexpr std::size_t kRunBlocks = 64;
 /// With more rows it pays to decode a run once, as fp32, for all of them.
 constexpr int kDirectRows = 16;
 
+/// Queries as they meet the keys of a space; offsets are null or belong to their scores.
+struct SpaceQueries {
+  codec::Space space;
+  float* queries = nullptr;
+  float* offsets = nullptr;
+};
+
+/// Sums of the values of a space; weights are null or sums of the weights.
+struct SpaceSums {
+  codec::Space space;
+  float* sums = nullptr;
+  float* weights = nullptr;
+};
+
+/// Memory for what an item has of each space it meets, in the order of meeting.
+class SpaceScratch {
+ public:
+  float* get(std::size_t space, std::size_t n) {
+    if (space >= scratch_.size()) scratch_.resize(space + 1);
+    return scratch_[space].get<float>(n);
+  }
+
+ private:
+  std::vector<Scratch> scratch_;
+};
+
 struct Buffers {
-  Scratch queries, turned_queries, prepared, scores, sums, turned_sums, decoded;
+  Scratch queries, prepared, scores, decoded;
+  SpaceScratch turned_queries, sums;
 };
 
 /// Consecutive blocks with the same formats and size, at most kRunTokens unless it is one block.
@@ -39,6 +69,8 @@ struct Run {
   std::array<std::int32_t, kRunBlocks> part_tokens;
   std::size_t key_bytes = 0;
   std::size_t value_bytes = 0;
+  codec::Space key_space;
+  codec::Space value_space;
 };
 
 /// The blocks at the front that make a run, and their tokens.
@@ -82,8 +114,6 @@ class Walk {
     const auto rows = static_cast<std::size_t>(n_rows_);
     load_queries();
     scores_ = buffers_.scores.get<float>(rows * stride_ + kernels::kColumnSlack);
-    sums_ = buffers_.sums.get<float>(rows * value_dim_);
-    std::fill_n(sums_, rows * value_dim_, 0.0F);
     for (int row = 0; row < n_rows_; ++row) {
       *partial(row).largest = kNoScore;
       *partial(row).sum = 0.0F;
@@ -120,24 +150,31 @@ class Walk {
     }
   }
 
-  float* turned_queries() {
-    if (turned_queries_ == nullptr) {
-      const std::size_t n = static_cast<std::size_t>(n_rows_) * dim_;
-      turned_queries_ = buffers_.turned_queries.get<float>(n);
-      std::copy_n(queries_, n, turned_queries_);
-      codec::hadamard(turned_queries_, n_rows_, arguments_.head_dim);
+  const SpaceQueries& queries_in(const codec::Space& space) {
+    for (const SpaceQueries& known : space_queries_) {
+      if (known.space == space) return known;
     }
-    return turned_queries_;
+    SpaceQueries& added = space_queries_.emplace_back(space, queries_);
+    if (space.is_plain()) return added;
+    const auto rows = static_cast<std::size_t>(n_rows_);
+    added.queries = buffers_.turned_queries.get(space_queries_.size() - 1, rows * (dim_ + 1));
+    if (space.has_mean()) added.offsets = added.queries + rows * dim_;
+    std::copy_n(queries_, rows * dim_, added.queries);
+    space.enter_queries(added.queries, n_rows_, arguments_.head_dim, added.offsets);
+    return added;
   }
 
-  float* sums_for(const codec::Format& value_format) {
-    if (!value_format.hadamard) return sums_;
-    if (turned_sums_ == nullptr) {
-      const std::size_t n = static_cast<std::size_t>(n_rows_) * value_dim_;
-      turned_sums_ = buffers_.turned_sums.get<float>(n);
-      std::fill_n(turned_sums_, n, 0.0F);
+  SpaceSums& sums_in(const codec::Space& space) {
+    for (SpaceSums& known : space_sums_) {
+      if (known.space == space) return known;
     }
-    return turned_sums_;
+    SpaceSums& added = space_sums_.emplace_back(space);
+    const std::size_t n = static_cast<std::size_t>(n_rows_) * (value_dim_ + 1);
+    added.sums = buffers_.sums.get(space_sums_.size() - 1, n);
+    std::fill_n(added.sums, n, 0.0F);
+    if (space.has_mean())
+      added.weights = added.sums + static_cast<std::size_t>(n_rows_) * value_dim_;
+    return added;
   }
 
   /// Fills `run` from the front of `blocks`; an empty one if there are none.
@@ -150,6 +187,8 @@ class Walk {
     run.n_tokens = n_tokens;
     run.key_bytes = part_bytes(blocks[0], Role::kKeys);
     run.value_bytes = part_bytes(blocks[0], Role::kValues);
+    run.key_space = codec::Space(blocks[0].key_format, item_.kv_head);
+    run.value_space = codec::Space(blocks[0].value_format, item_.kv_head);
     const auto head = static_cast<std::size_t>(item_.kv_head);
     for (std::size_t i = 0; i < n; ++i) {
       run.keys[i] = blocks[i].keys + head * run.key_bytes;
@@ -163,10 +202,12 @@ class Walk {
     const BlockRef& first = run.blocks[0];
     const std::size_t n = run.blocks.size();
     if (n_rows_ <= kDirectRows) {
-      score(first.key_format, first.block_size,
+      score(kernels::layout_of(first.key_format, Role::kKeys), shape_of(first, Role::kKeys),
+            run.key_space,
             {run.keys.data(), run.part_tokens.data(), n, run.values.data(), n, run.value_bytes});
       weigh(run);
-      accumulate(first.value_format, first.block_size,
+      accumulate(kernels::layout_of(first.value_format, Role::kValues),
+                 shape_of(first, Role::kValues), run.value_space,
                  {run.values.data(), run.part_tokens.data(), n, next.keys.data(),
                   next.blocks.size(), next.key_bytes});
     } else {
@@ -176,32 +217,33 @@ class Walk {
     }
   }
 
-  void score(const codec::Format& format, int block_size, const kernels::PartRun& run) {
-    const PartShape shape{block_size, arguments_.head_dim, format.group_size};
-    const kernels::KeyKernels& kernels = kernels_.of_keys(kernels::layout_of(format, Role::kKeys));
-    if (prepared_ == nullptr || prepared_format_ != format) {
+  void score(Layout layout, const PartShape& shape, const codec::Space& space,
+             const kernels::PartRun& run) {
+    const kernels::KeyKernels& kernels = kernels_.of_keys(layout);
+    PartShape any_size = shape;
+    any_size.block_size = 0;
+    const Prepared wanted{layout, any_size, space};
+    if (prepared_for_ != wanted) {
       prepared_ = buffers_.prepared.get<std::byte>(kernels.prepared_bytes(shape, n_rows_));
-      kernels.prepare(shape, format.hadamard ? turned_queries() : queries_, n_rows_, prepared_);
-      prepared_format_ = format;
+      kernels.prepare(shape, queries_in(space).queries, n_rows_, prepared_);
+      prepared_for_ = wanted;
     }
     kernels.scores(shape, run, prepared_, n_rows_, scores_, stride_);
   }
 
-  void accumulate(const codec::Format& format, int block_size, const kernels::PartRun& run) {
-    const PartShape shape{block_size, arguments_.value_dim, format.group_size};
-    kernels_.of_values(kernels::layout_of(format, Role::kValues))
-        .accumulate(shape, run, scores_, stride_, n_rows_, sums_for(format));
+  void accumulate(Layout layout, const PartShape& shape, const codec::Space& space,
+                  const kernels::PartRun& run) {
+    kernels_.of_values(layout).accumulate(shape, run, scores_, stride_, n_rows_,
+                                          sums_in(space).sums);
   }
 
   /// Decodes one role of a run to fp32 rows, which are one part of as many tokens.
   const std::byte* decode(const Run& run, Role role) {
     const bool keys = role == Role::kKeys;
     const BlockRef& first = run.blocks[0];
-    const codec::Format& format = keys ? first.key_format : first.value_format;
-    const Layout layout = kernels::layout_of(format, role);
+    const Layout layout = kernels::layout_of(keys ? first.key_format : first.value_format, role);
     const auto read = keys ? kernels_.of_keys(layout).decode : kernels_.of_values(layout).decode;
-    const PartShape shape{first.block_size, keys ? arguments_.head_dim : arguments_.value_dim,
-                          format.group_size};
+    const PartShape shape = shape_of(first, role);
     const std::size_t dim = keys ? dim_ : value_dim_;
     float* rows = buffers_.decoded.get<float>(static_cast<std::size_t>(run.n_tokens) * dim);
     const auto* const part = reinterpret_cast<const std::byte*>(rows);
@@ -212,19 +254,23 @@ class Walk {
     return part;
   }
 
+  /// The decoded rows are still in their space.
   void decode_and_score(const Run& run) {
     const std::byte* const part = decode(run, Role::kKeys);
-    codec::Format format;
-    // The rows are still turned: fp32 with hadamard, which nothing stores.
-    format.hadamard = run.blocks[0].key_format.hadamard;
-    score(format, run.n_tokens, {&part, &run.n_tokens, 1});
+    score(Layout::kFp32, {run.n_tokens, arguments_.head_dim, 0}, run.key_space,
+          {&part, &run.n_tokens, 1});
   }
 
   void decode_and_accumulate(const Run& run) {
     const std::byte* const part = decode(run, Role::kValues);
-    codec::Format format;
-    format.hadamard = run.blocks[0].value_format.hadamard;
-    accumulate(format, run.n_tokens, {&part, &run.n_tokens, 1});
+    accumulate(Layout::kFp32, {run.n_tokens, arguments_.value_dim, 0}, run.value_space,
+               {&part, &run.n_tokens, 1});
+  }
+
+  PartShape shape_of(const BlockRef& block, Role role) const {
+    const bool keys = role == Role::kKeys;
+    return kernels::shape_of({keys ? block.key_format : block.value_format, role, block.block_size,
+                              keys ? arguments_.head_dim : arguments_.value_dim, item_.kv_head});
   }
 
   std::size_t part_bytes(const BlockRef& block, Role role) const {
@@ -236,9 +282,17 @@ class Walk {
   /// Turns a run's scores into weights under the largest score so far.
   void weigh(const Run& run) {
     const auto n = static_cast<std::size_t>(run.n_tokens);
+    const float* const offsets = queries_in(run.key_space).offsets;
+    float* const weights = sums_in(run.value_space).weights;
     for (int row = 0; row < n_rows_; ++row) {
       float* const scores = scores_ + static_cast<std::size_t>(row) * stride_;
-      if (arguments_.soft_cap > 0.0F) kernels_.soft_cap(scores, n, arguments_.soft_cap);
+      // Common to the run's scores, which lack it.
+      float offset = offsets == nullptr ? 0.0F : offsets[row];
+      if (arguments_.soft_cap > 0.0F) {
+        for (std::size_t i = 0; i < n; ++i) scores[i] += offset;
+        offset = 0.0F;
+        kernels_.soft_cap(scores, n, arguments_.soft_cap);
+      }
       if (!sees_all(run, row)) {
         float* at = scores;
         for (const BlockRef& block : run.blocks) {
@@ -247,7 +301,7 @@ class Walk {
         }
       }
       const PartialRow state = partial(row);
-      float largest = std::max(*state.largest, kernels_.max(scores, n));
+      float largest = std::max(*state.largest, kernels_.max(scores, n) + offset);
       if (largest == kNoScore && std::any_of(scores, scores + n, [](float s) { return s != s; })) {
         largest = 0.0F;  // There are scores, if none that is a number: the sum becomes NaN.
       }
@@ -256,7 +310,9 @@ class Walk {
         continue;
       }
       if (largest > *state.largest) rescale(row, std::exp(*state.largest - largest));
-      *state.sum += kernels_.exp_sum(scores, n, largest);
+      const float sum = kernels_.exp_sum(scores, n, largest - offset);
+      *state.sum += sum;
+      if (weights != nullptr) weights[row] += sum;
       *state.largest = largest;
     }
   }
@@ -273,20 +329,33 @@ class Walk {
   void rescale(int row, float factor) {
     const std::size_t offset = static_cast<std::size_t>(row) * value_dim_;
     *partial(row).sum *= factor;
-    kernels_.scale(sums_ + offset, value_dim_, factor);
-    if (turned_sums_ != nullptr) kernels_.scale(turned_sums_ + offset, value_dim_, factor);
+    for (const SpaceSums& of : space_sums_) {
+      kernels_.scale(of.sums + offset, value_dim_, factor);
+      if (of.weights != nullptr) of.weights[row] *= factor;
+    }
   }
 
   void store_sums() {
-    if (turned_sums_ != nullptr) codec::hadamard(turned_sums_, n_rows_, arguments_.value_dim);
+    for (const SpaceSums& of : space_sums_) {
+      of.space.leave_sums(of.sums, n_rows_, arguments_.value_dim, of.weights);
+    }
     for (int row = 0; row < n_rows_; ++row) {
-      const std::size_t offset = static_cast<std::size_t>(row) * value_dim_;
       float* const values = partial(row).values;
-      std::copy_n(sums_ + offset, value_dim_, values);
-      if (turned_sums_ == nullptr) continue;
-      for (std::size_t d = 0; d < value_dim_; ++d) values[d] += turned_sums_[offset + d];
+      std::fill_n(values, value_dim_, 0.0F);
+      for (const SpaceSums& of : space_sums_) {
+        const float* const sums = of.sums + static_cast<std::size_t>(row) * value_dim_;
+        for (std::size_t d = 0; d < value_dim_; ++d) values[d] += sums[d];
+      }
     }
   }
+
+  /// What prepared_ is made for.
+  struct Prepared {
+    Layout layout;
+    PartShape shape;
+    codec::Space space;
+    bool operator==(const Prepared&) const = default;
+  };
 
   const Arguments& arguments_;
   const kernels::KernelTable& kernels_;
@@ -299,12 +368,11 @@ class Walk {
   std::size_t stride_;
 
   float* queries_ = nullptr;
-  float* turned_queries_ = nullptr;
   float* scores_ = nullptr;
-  float* sums_ = nullptr;
-  float* turned_sums_ = nullptr;
   std::byte* prepared_ = nullptr;
-  codec::Format prepared_format_;
+  std::optional<Prepared> prepared_for_;
+  std::vector<SpaceQueries> space_queries_;
+  std::vector<SpaceSums> space_sums_;
 };
 
 }  // namespace

@@ -26,8 +26,10 @@ void validate_sequence(const Arguments& arguments, std::size_t index) {
     if (last == nullptr || last->block_size != block.block_size ||
         last->key_format != block.key_format || last->value_format != block.value_format) {
       using enum codec::Role;
-      codec::validate({block.key_format, kKeys, block.block_size, arguments.head_dim});
-      codec::validate({block.value_format, kValues, block.block_size, arguments.value_dim});
+      for (int head = 0; head < arguments.n_kv_heads; ++head) {
+        codec::validate({block.key_format, kKeys, block.block_size, arguments.head_dim, head});
+        codec::validate({block.value_format, kValues, block.block_size, arguments.value_dim, head});
+      }
     }
     last = &block;
     if (mask.kind != Mask::Kind::kNone) {

@@ -7,13 +7,16 @@
 #include <utility>
 
 #include "kvpool/standalone_kv_cache.h"
+#include "kvpool/vecinfer_codebooks.h"
 #include "util/concat.h"
 
 namespace kvpool {
 
 namespace {
 
-constexpr std::array<std::string_view, 6> kMethods{"fp16", "int8", "int4", "int2", "kivi4", "kivi2"};
+constexpr std::array<std::string_view, 11> kMethods{
+    "fp16",      "int8",        "int4",      "int2",      "kivi4",    "kivi2",
+    "vecinfer1", "vecinfer1.5", "vecinfer2", "vecinfer3", "vecinfer4"};
 
 }  // namespace
 
@@ -23,11 +26,16 @@ std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
       has_bits ? detail::concat(config.method, config.bits) : config.method;
   if (std::find(kMethods.begin(), kMethods.end(), method) == kMethods.end()) {
     throw std::invalid_argument(detail::concat(
-        "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4 or kivi2, or int or kivi with "
-        "such bits; got '",
+        "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4, kivi2 or vecinfer1, "
+        "vecinfer1.5, vecinfer2, vecinfer3 or vecinfer4, or int or kivi with such bits; got '",
         config.method, "'", has_bits ? detail::concat(" with bits ", config.bits) : ""));
   }
   const std::string format = method == "fp16" ? "raw" : method;
+  auto codebooks = config.codebooks;
+  if (codebooks == nullptr && config.random_codebooks && method.starts_with("vecinfer")) {
+    codebooks = std::make_shared<const VecInferCodebooks>(
+        VecInferCodebooks::random(method, 1, 1, config.head_dim, *config.random_codebooks));
+  }
   return std::make_shared<StandaloneKVCache>(
       config.head_dim,
       PagedKVCacheConfig{.key_format = format,
@@ -35,7 +43,8 @@ std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
                          .group_size = config.group_size,
                          .window = config.window,
                          .sink = config.sink,
-                         .check_finite = config.check_finite},
+                         .check_finite = config.check_finite,
+                         .codebooks = std::move(codebooks)},
       config.block_size);
 }
 
@@ -76,6 +85,16 @@ KVCacheBuilder& KVCacheBuilder::with_sink(std::int64_t sink) {
 
 KVCacheBuilder& KVCacheBuilder::with_check_finite(bool check_finite) {
   config_.check_finite = check_finite;
+  return *this;
+}
+
+KVCacheBuilder& KVCacheBuilder::with_codebooks(std::shared_ptr<const VecInferCodebooks> codebooks) {
+  config_.codebooks = std::move(codebooks);
+  return *this;
+}
+
+KVCacheBuilder& KVCacheBuilder::with_random_codebooks(std::uint64_t seed) {
+  config_.random_codebooks = seed;
   return *this;
 }
 

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "backend/backend.h"
+#include "kvpool/vecinfer_codebooks.h"
 #include "sequence/image_layout.h"
 #include "sequence/sequence.h"
 #include "storage/cpu_op.h"
@@ -37,17 +38,20 @@ codec::Code raw_code(mx::Dtype dtype) {
   }
 }
 
+bool is_vecinfer(const std::string& tag) { return tag.starts_with("vecinfer"); }
+
 codec::Format format_of(const PagedKVCacheConfig& config, const std::string& tag, codec::Role role,
                         codec::Code raw) {
   if (tag == "raw") return {raw};
   codec::Format format{codec::code_of(tag), static_cast<std::uint8_t>(config.group_size)};
   if (format.is_raw()) {
     throw std::invalid_argument(
-        message("format must be raw (the model's own type), int8, int4, int2, kivi4 or kivi2, got '",
+        message("format must be raw (the model's own type), int8, int4, int2, kivi4, kivi2 or "
+                "vecinfer1 to vecinfer4, got '",
                 tag, "'"));
   }
   const bool by_channel = format.code > codec::Code::kInt2 && role == codec::Role::kKeys;
-  format.hadamard = config.hadamard && !by_channel;
+  format.hadamard = config.hadamard && !by_channel && !format.is_vector();
   return format;
 }
 
@@ -80,6 +84,21 @@ detail::BlockList described_blocks(const detail::LayerFormat& format, const Page
   return blocks;
 }
 
+void require_codebooks(const PagedKVCacheConfig& config, const std::string& tag) {
+  if (config.codebooks == nullptr) {
+    throw std::invalid_argument(message(
+        tag, " needs codebooks made for the model; `kvpool calibrate` makes them"));
+  }
+  if (config.codebooks->format() != tag) {
+    throw std::invalid_argument(
+        message(tag, " needs codebooks of that format, got ", config.codebooks->format()));
+  }
+  if (config.layer < 0 || config.layer >= config.codebooks->n_layers()) {
+    throw std::invalid_argument(message("layer must be 0 to ", config.codebooks->n_layers() - 1,
+                                        " with these codebooks, got ", config.layer));
+  }
+}
+
 }  // namespace
 
 PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheConfig config,
@@ -89,6 +108,13 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
   memory_ = storage_->backend()->memory_for_cache();
   format_of(config_, config_.key_format, codec::Role::kKeys, codec::Code::kFp16);
   format_of(config_, config_.value_format, codec::Role::kValues, codec::Code::kFp16);
+  for (const std::string* tag : {&config_.key_format, &config_.value_format}) {
+    if (!is_vecinfer(*tag)) continue;
+    if (storage_->backend()->level() == "ops") {
+      throw std::invalid_argument(message(*tag, " has no kernels at the level ops"));
+    }
+    require_codebooks(config_, *tag);
+  }
   if (config_.group_size != 32 && config_.group_size != 64) {
     throw std::invalid_argument(message("group_size must be 32 or 64, got ", config_.group_size));
   }
@@ -119,6 +145,17 @@ std::unique_ptr<detail::LayerFormat> PagedKVCache::make_format(std::int64_t n_kv
     const auto head_dim = static_cast<int>(std::min<std::int64_t>(dims[role], 1 << 20));
     format->raw[role] = {{raw}, kind, block_size, head_dim};
     format->sealed[role] = {format_of(config_, *tags[role], kind, raw), kind, block_size, head_dim};
+    if (is_vecinfer(*tags[role])) {
+      const VecInferCodebooks& books = *config_.codebooks;
+      if (books.n_kv_heads() != n_kv_heads || books.head_dim() != dims[role]) {
+        throw std::invalid_argument(message("the codebooks are for ", books.n_kv_heads(),
+                                            " KV heads of ", books.head_dim(), " channels, got ",
+                                            n_kv_heads, " of ", dims[role]));
+      }
+      const VecInferLayer& layer = books.layer(config_.layer);
+      format->quantizers[role] = role == 0 ? layer.keys : layer.values;
+      format->sealed[role].format.quantizer = format->quantizers[role].get();
+    }
     codec::validate(format->raw[role]);
     codec::validate(format->sealed[role]);
   }
@@ -369,7 +406,11 @@ std::optional<PagedRowImage> PagedKVCache::save_row(std::int64_t row) const {
       *format_, {sequence.blocks().begin(), sequence.blocks().end()});
   return PagedRowImage{format_->raw[0].block_size, format_->n_kv_heads, format_->raw[0].head_dim,
                        format_->raw[1].head_dim,   *dtype_,             std::move(blocks),
-                       std::move(keys),            std::move(values)};
+                       std::move(keys),            std::move(values),   codebook_identity()};
+}
+
+std::uint64_t PagedKVCache::codebook_identity() const noexcept {
+  return config_.codebooks != nullptr ? config_.codebooks->identity() : 0;
 }
 
 void PagedKVCache::load_rows(std::span<const std::optional<PagedRowImage>> images,
@@ -383,6 +424,10 @@ void PagedKVCache::load_rows(std::span<const std::optional<PagedRowImage>> image
   for (std::size_t i = 0; i < images.size(); ++i) {
     if (!images[i]) continue;
     const PagedRowImage& image = *images[i];
+    if (image.codebooks != codebook_identity()) {
+      throw std::invalid_argument(
+          message("the image is coded with other codebooks than the cache has"));
+    }
     if (first == nullptr) {
       first = &image;
       format = make_format(image.n_kv_heads, image.key_dim, image.value_dim, image.dtype);

@@ -4,11 +4,15 @@
 #include <array>
 #include <cmath>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "codec/half.h"
+#include "codec/space.h"
+#include "codec/vector_quantizer.h"
 #include "kernels/integer_layout.h"
 #include "kernels/kernels.h"
+#include "kernels/vector_layout.h"
 #include "util/concat.h"
 
 namespace kvpool::codec {
@@ -37,6 +41,16 @@ std::size_t channel_bytes(const PartShape& shape, int bits) {
          kernels::code_bytes(Role::kKeys, bits, n_left, shape.head_dim);
 }
 
+/// By Code, from kVecInfer1 on, and Role.
+constexpr VectorCode kVectorCodes[][2] = {
+    {{8, 8}, {8, 8}}, {{8, 12}, {8, 12}}, {{4, 8}, {4, 8}}, {{2, 8}, {4, 8}}, {{2, 8}, {2, 8}}};
+
+template <Code kCode>
+std::size_t vecinfer_bytes(const PartShape& shape, Role role) {
+  const VectorCode code = vector_code(kCode, role);
+  return kernels::vector_bytes(code.sub_dim, code.code_bits, shape);
+}
+
 struct CodeInfo {
   std::string_view name;
   std::size_t (*part_bytes)(const PartShape&, Role);
@@ -58,15 +72,44 @@ constexpr std::array kCodes = {
              [](const PartShape& s, Role r) {
                return r == Role::kKeys ? channel_bytes(s, 2) : affine_bytes(s, r, 2);
              }},
+    CodeInfo{"vecinfer1", vecinfer_bytes<Code::kVecInfer1>},
+    CodeInfo{"vecinfer1.5", vecinfer_bytes<Code::kVecInfer1_5>},
+    CodeInfo{"vecinfer2", vecinfer_bytes<Code::kVecInfer2>},
+    CodeInfo{"vecinfer3", vecinfer_bytes<Code::kVecInfer3>},
+    CodeInfo{"vecinfer4", vecinfer_bytes<Code::kVecInfer4>},
 };
 
 const CodeInfo& info(Code code) { return kCodes[static_cast<std::size_t>(code)]; }
 
-PartShape shape_of(const PartGeometry& geometry) {
-  return {geometry.block_size, geometry.head_dim, geometry.format.group_size};
+/// What of a quantizer does not fit, or nothing.
+std::string mismatch(const PartGeometry& geometry) {
+  const VectorQuantizer& quantizer = *geometry.format.quantizer;
+  const std::size_t n_heads = quantizer.transforms.size();
+  if (quantizer.codebooks.size() != n_heads || as_size(geometry.kv_head) >= n_heads) {
+    return detail::concat("codebooks of ", n_heads, " KV heads, asked for head ", geometry.kv_head);
+  }
+  const VectorCode code = vector_code(geometry.format.code, geometry.role);
+  const HeadTransform& transform = quantizer.transforms[as_size(geometry.kv_head)];
+  const Codebook& book = *quantizer.codebooks[as_size(geometry.kv_head)];
+  if (transform.smooth.size() != as_size(geometry.head_dim) ||
+      transform.mean.size() != as_size(geometry.head_dim)) {
+    return detail::concat("codebooks for a head_dim of ", transform.smooth.size(), ", asked for ",
+                          geometry.head_dim);
+  }
+  if (book.sub_dim != code.sub_dim || book.code_bits != code.code_bits) {
+    return detail::concat("a codebook of ", book.code_bits, "-bit codes for ", book.sub_dim,
+                          " channels where ", code.code_bits, " bits for ", code.sub_dim,
+                          " are wanted");
+  }
+  return {};
 }
 
 }  // namespace
+
+VectorCode vector_code(Code code, Role role) noexcept {
+  const auto i = static_cast<std::size_t>(code) - static_cast<std::size_t>(Code::kVecInfer1);
+  return kVectorCodes[i][role == Role::kKeys ? 0 : 1];
+}
 
 void validate(const PartGeometry& geometry) {
   const auto refuse = [](const auto&... parts) {
@@ -85,13 +128,26 @@ void validate(const PartGeometry& geometry) {
   if (format.group_size != 32 && format.group_size != 64) {
     refuse("group_size must be 32 or 64, got ", static_cast<int>(format.group_size));
   }
-  if (format.hadamard && format.is_raw()) {
+  if (format.hadamard && (format.is_raw() || format.is_vector())) {
     refuse("hadamard is for integer formats, not ", info(format.code).name);
+  }
+  if (!format.is_vector()) {
+    if (format.quantizer != nullptr) refuse(info(format.code).name, " has no use for codebooks");
+    return;
+  }
+  if (format.quantizer == nullptr) {
+    refuse(info(format.code).name,
+           " needs codebooks made for the model; `kvpool calibrate` makes them");
+  }
+  if (const std::string text = mismatch(geometry); !text.empty()) {
+    refuse(info(format.code).name, " has ", text);
   }
 }
 
 std::size_t part_bytes(const PartGeometry& geometry) noexcept {
-  return info(geometry.format.code).part_bytes(shape_of(geometry), geometry.role);
+  return info(geometry.format.code)
+      .part_bytes({geometry.block_size, geometry.head_dim, geometry.format.group_size},
+                  geometry.role);
 }
 
 std::size_t block_bytes(const PartGeometry& geometry, int n_kv_heads) noexcept {
@@ -104,13 +160,15 @@ void encode(const PartGeometry& geometry, const float* rows, int n_tokens, std::
   const kernels::Layout layout = kernels::layout_of(geometry.format, geometry.role);
   const auto write = geometry.role == Role::kKeys ? kernels.of_keys(layout).encode
                                                   : kernels.of_values(layout).encode;
-  if (!geometry.format.hadamard) {
-    write(shape_of(geometry), rows, first_token, n_tokens, part);
+  const PartShape shape = kernels::shape_of(geometry);
+  const Space space(geometry.format, geometry.kv_head);
+  if (space.is_plain()) {
+    write(shape, rows, first_token, n_tokens, part);
     return;
   }
   std::vector<float> turned(rows, rows + as_size(n_tokens) * as_size(geometry.head_dim));
-  hadamard(turned.data(), n_tokens, geometry.head_dim);
-  write(shape_of(geometry), turned.data(), first_token, n_tokens, part);
+  space.enter(turned.data(), n_tokens, geometry.head_dim);
+  write(shape, turned.data(), first_token, n_tokens, part);
 }
 
 void decode(const PartGeometry& geometry, const std::byte* part, int first_token, int n_tokens,
@@ -119,8 +177,8 @@ void decode(const PartGeometry& geometry, const std::byte* part, int first_token
   const kernels::Layout layout = kernels::layout_of(geometry.format, geometry.role);
   const auto read = geometry.role == Role::kKeys ? kernels.of_keys(layout).decode
                                                  : kernels.of_values(layout).decode;
-  read(shape_of(geometry), part, first_token, n_tokens, rows);
-  if (geometry.format.hadamard) hadamard(rows, n_tokens, geometry.head_dim);
+  read(kernels::shape_of(geometry), part, first_token, n_tokens, rows);
+  Space(geometry.format, geometry.kv_head).leave(rows, n_tokens, geometry.head_dim);
 }
 
 bool encodable(const PartGeometry& geometry, const float* row) {

@@ -7,9 +7,25 @@
 
 namespace kvpool::codec {
 
+struct VectorQuantizer;
+
 /// How the elements of a block are coded. Append only: the values are written to files.
 /// A new one is a line here, a line in codec.cpp, and its kernels (kernels/kernels.h).
-enum class Code : std::uint8_t { kFp32, kFp16, kBf16, kInt8, kInt4, kInt2, kKivi4, kKivi2 };
+enum class Code : std::uint8_t {
+  kFp32,
+  kFp16,
+  kBf16,
+  kInt8,
+  kInt4,
+  kInt2,
+  kKivi4,
+  kKivi2,
+  kVecInfer1,
+  kVecInfer1_5,
+  kVecInfer2,
+  kVecInfer3,
+  kVecInfer4,
+};
 
 /// A block holds keys or values; some formats store the two differently.
 enum class Role : std::uint8_t { kKeys, kValues };
@@ -19,6 +35,8 @@ enum class Role : std::uint8_t { kKeys, kValues };
 /// `int8`, `int4`, `int2`: affine by groups of `group_size` channels of one token; x is near
 /// scale * code + bias, as in mx.quantize, with scale and bias in fp16 and scale >= 0.
 /// `kivi4`, `kivi2`: keys affine by channel over all tokens of the block, values as int4 and int2.
+/// `vecinfer1` to `vecinfer4`: sub-vectors of a few channels, each the nearest of a codebook's
+/// centroids; no scales of their own. codec/vector_quantizer.h has the codebooks and the transform.
 /// The last group of a head may be short: its range is of its own channels only.
 struct Format {
   Code code = Code::kFp32;
@@ -26,10 +44,21 @@ struct Format {
   std::uint8_t group_size = 32;
   /// The rows are stored after hadamard(); of integer formats only.
   bool hadamard = false;
+  /// Of vecinfer formats, null for others. Whoever keeps the format keeps this alive.
+  const VectorQuantizer* quantizer = nullptr;
 
   bool is_raw() const noexcept { return code <= Code::kBf16; }
+  bool is_vector() const noexcept { return code >= Code::kVecInfer1; }
   bool operator==(const Format&) const = default;
 };
+
+/// The codebooks that a vecinfer format asks for: channels to a code, and its bits.
+struct VectorCode {
+  int sub_dim;
+  int code_bits;
+};
+/// `code` must be a vecinfer one.
+VectorCode vector_code(Code code, Role role) noexcept;
 
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxBlockSize = 65536;
@@ -42,6 +71,8 @@ inline constexpr int kMaxBlockSize = 65536;
 /// of a full tile are 32-bit words, lowest bits first, of consecutive channels for keys,
 /// [word][token], and of consecutive tokens for values, [word][channel]. The codes of a last tile
 /// of less than 16 tokens are [token][channel], each row starting at a byte.
+/// Vecinfer: the codes as bytes, [sub-vector][token]; of 12-bit codes the low 8 bits so, then the
+/// high 4 bits [sub-vector][token / 2], those of an even token lowest.
 /// No alignment is asked of a part.
 struct PartGeometry {
   Format format;
@@ -49,10 +80,13 @@ struct PartGeometry {
   /// Tokens the block has room for.
   int block_size = 16;
   int head_dim = 64;
+  /// Which head this is the part of; matters to vecinfer formats only.
+  int kv_head = 0;
 };
 
 /// @throws std::invalid_argument unless head_dim is a multiple of 8 up to kMaxHeadDim,
-///         1 <= block_size <= kMaxBlockSize, and the format's group_size and hadamard are allowed.
+///         1 <= block_size <= kMaxBlockSize, the format's group_size and hadamard are allowed, and a
+///         vecinfer format, and no other, has a quantizer with fitting codebooks for kv_head.
 void validate(const PartGeometry& geometry);
 
 /// Bytes of one head's part, and of the block with all its heads. `geometry` must validate.
@@ -82,7 +116,7 @@ bool encodable(const PartGeometry& geometry, const float* row);
 /// power of two that divides `dim`, block by block along the row. Its own inverse.
 void hadamard(float* rows, int n_rows, int dim) noexcept;
 
-/// "fp32", "int4", "kivi2", ...
+/// "fp32", "int4", "kivi2", "vecinfer1.5", ...
 std::string_view name(Code code) noexcept;
 /// @throws std::invalid_argument naming the tag and what is allowed.
 Code code_of(std::string_view tag);

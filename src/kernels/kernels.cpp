@@ -7,6 +7,15 @@
 #include "util/concat.h"
 
 namespace kvpool::kernels {
+namespace {
+
+Layout vector_layout(codec::VectorCode code) noexcept {
+  if (code.code_bits == 12) return Layout::kVector8Wide;
+  if (code.sub_dim == 8) return Layout::kVector8;
+  return code.sub_dim == 4 ? Layout::kVector4 : Layout::kVector2;
+}
+
+}  // namespace
 
 Layout layout_of(codec::Format format, codec::Role role) noexcept {
   const bool keys = role == codec::Role::kKeys;
@@ -28,8 +37,22 @@ Layout layout_of(codec::Format format, codec::Role role) noexcept {
       return keys ? Layout::kChannel4 : Layout::kAffine4;
     case kKivi2:
       return keys ? Layout::kChannel2 : Layout::kAffine2;
+    case kVecInfer1:
+    case kVecInfer1_5:
+    case kVecInfer2:
+    case kVecInfer3:
+    case kVecInfer4:
+      return vector_layout(codec::vector_code(format.code, role));
   }
   return Layout::kFp32;
+}
+
+PartShape shape_of(const codec::PartGeometry& geometry) noexcept {
+  const codec::VectorQuantizer* const quantizer = geometry.format.quantizer;
+  return {geometry.block_size, geometry.head_dim, geometry.format.group_size,
+          quantizer == nullptr
+              ? nullptr
+              : quantizer->codebooks[static_cast<std::size_t>(geometry.kv_head)].get()};
 }
 
 const KernelTable& table_named(std::string_view name) {

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "codec/codec.h"
+#include "codec/vector_quantizer.h"
 
 namespace kvpool::kernels {
 
@@ -21,8 +22,12 @@ enum class Layout : std::uint8_t {
   kAffine2,
   kChannel4,  // Scale and bias by channel; keys only.
   kChannel2,
+  kVector2,  // Codes of 8 bits for 2, 4 or 8 channels; of 12 bits for 8.
+  kVector4,
+  kVector8,
+  kVector8Wide,
 };
-inline constexpr std::size_t kNLayouts = 8;
+inline constexpr std::size_t kNLayouts = 12;
 
 Layout layout_of(codec::Format format, codec::Role role) noexcept;
 
@@ -31,7 +36,12 @@ struct PartShape {
   int block_size;
   int head_dim;
   int group_size;
+  /// Of vector layouts only.
+  const codec::Codebook* codebook = nullptr;
+
+  bool operator==(const PartShape&) const = default;
 };
+PartShape shape_of(const codec::PartGeometry& geometry) noexcept;
 
 /// Parts of one head in consecutive blocks that share a format; the kernels take them in one call.
 /// Tokens are counted over the run: column c is the c-th token.
@@ -71,7 +81,7 @@ struct ValueKernels {
   void (*decode)(const PartShape&, const std::byte* part, int first_token, int n_tokens,
                  float* rows);
   /// out[q * head_dim + d] += sum over c of weights[q * stride + c] * value[c][d], weights in 0..1.
-  /// Integer layouts may round weights to 16 bits of the largest product with a scale nearby.
+  /// Integer and vector layouts may round weights to 16 bits of the largest product with a scale nearby.
   void (*accumulate)(const PartShape&, const PartRun&, const float* weights, std::size_t stride,
                      int n_queries, float* out);
 };

@@ -45,7 +45,8 @@ struct AppendWork {
     const Seal& task = seals[item / n_heads];
     const std::size_t head = item % n_heads;
     const codec::PartGeometry& raw = format.raw[task.role];
-    const codec::PartGeometry& sealed = format.sealed[task.role];
+    codec::PartGeometry sealed = format.sealed[task.role];
+    sealed.kv_head = static_cast<int>(head);
     thread_local std::vector<float> rows;
     rows.resize(static_cast<std::size_t>(raw.block_size) * static_cast<std::size_t>(raw.head_dim));
     codec::decode(raw, task.from + head * codec::part_bytes(raw), 0, raw.block_size, rows.data());
@@ -127,7 +128,8 @@ struct GatherWork {
                     std::byte* out, std::int64_t to_row, std::size_t row_bytes) const {
     if (skip >= block.n_tokens) return;
     std::byte* to = out + static_cast<std::size_t>(to_row + skip) * row_bytes;
-    const codec::PartGeometry& part = format.part(role, block.format[role]);
+    codec::PartGeometry part = format.part(role, block.format[role]);
+    part.kv_head = static_cast<int>(head);
     const std::byte* from = native(block.bytes[role]).address() + head * codec::part_bytes(part);
     const int first = static_cast<int>(skip);
     const int n_tokens = block.n_tokens - first;

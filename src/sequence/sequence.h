@@ -18,6 +18,8 @@ namespace kvpool::detail {
 struct LayerFormat {
   codec::PartGeometry raw[2];     ///< Of a block that is being filled. [0]: keys, [1]: values.
   codec::PartGeometry sealed[2];  ///< Of a block that is not; as raw if nothing is encoded.
+  /// What the formats' quantizers point to.
+  std::shared_ptr<const codec::VectorQuantizer> quantizers[2];
   int n_kv_heads = 0;
   std::int64_t window = 0;   ///< Newest tokens that stay raw.
   std::int64_t sink = 0;     ///< First tokens that stay raw.

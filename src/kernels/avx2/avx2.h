@@ -11,5 +11,7 @@ KeyKernels raw_keys(Layout layout);
 ValueKernels raw_values(Layout layout);
 KeyKernels integer_keys(Layout layout);
 ValueKernels integer_values(Layout layout);
+KeyKernels vector_keys(Layout layout);
+ValueKernels vector_values(Layout layout);
 
 }  // namespace kvpool::kernels::avx2

@@ -77,6 +77,8 @@ ValueKernels raw_values(Layout layout);
 KeyKernels affine_keys(Layout layout);
 ValueKernels affine_values(Layout layout);
 KeyKernels channel_keys(Layout layout);
+KeyKernels vector_keys(Layout layout);
+ValueKernels vector_values(Layout layout);
 
 inline __m512 load_halves(const std::byte* halves) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));

@@ -14,6 +14,8 @@ ValueKernels raw_values(Layout layout);
 KeyKernels affine_keys(Layout layout);
 ValueKernels affine_values(Layout layout);
 KeyKernels channel_keys(Layout layout);
+KeyKernels vector_keys(Layout layout);
+ValueKernels vector_values(Layout layout);
 
 /// For kernels that use the queries as they come.
 std::size_t query_bytes(const PartShape& shape, int n_queries);

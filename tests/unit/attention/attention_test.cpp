@@ -78,6 +78,7 @@ TEST_P(ByFormat, RecentTokensStayRawInOnePass) {
     sequence.append(16, 16, {kBf16}, {kBf16}, 5);
     sequence.append(320, 32, format(), {kInt4, 64}, 6);
     sequence.append(64, 32, {kInt2, 32, true}, format(), 7);
+    sequence.append(40, 40, {kVecInfer2}, {kVecInfer1_5}, 9);
     sequence.append(100, 16, {kBf16}, {kFp32}, 8);
     expect_right(problem, level(), kPacked);
     if (HasFatalFailure()) return;
@@ -92,6 +93,22 @@ INSTANTIATE_TEST_SUITE_P(Levels, ByFormat,
                                   testing::label(std::get<1>(test.param));
                          });
 
+TEST_P(ByFormat, WindowsSoftCapsAndManyQueries) {
+  for (const int n_queries : {1, 16, 17, 512}) {
+    Problem problem{.sizes = {4, 2, 64, 64}};
+    problem.n_queries = n_queries;
+    problem.causal = true;
+    problem.window = 64;
+    problem.soft_cap = n_queries % 2 == 0 ? 2.0F : 0.0F;
+    problem.sinks = {0.5F, -1.0F, 2.0F, 0.0F};
+    problem.add_sequence().append(600, 32, format(), format(), 16);
+    problem.add_sequence().append(31, 32, format(), format(), 17);
+    SCOPED_TRACE(n_queries);
+    expect_right(problem, level(), tolerance_of(format()));
+    if (HasFatalFailure()) return;
+  }
+}
+
 class ByLevel : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override { KVPOOL_REQUIRE_LEVEL(GetParam()); }
@@ -105,7 +122,8 @@ TEST_P(ByLevel, EachGroupOfHeads) {
                             {20, 1, 64, 64},
                             {2, 1, 128, 64},
                             {2, 1, 40, 80}}) {
-    for (const Format& format : {Format{kBf16}, Format{kInt8}, Format{kInt2}, Format{kKivi4}}) {
+    for (const Format& format : {Format{kBf16}, Format{kInt8}, Format{kInt2}, Format{kKivi4},
+                                 Format{kVecInfer1_5}, Format{kVecInfer3}}) {
       Problem problem{.sizes = sizes};
       problem.add_sequence().append(75, 16, format, format, 9);
       SCOPED_TRACE(::testing::Message()

@@ -25,6 +25,8 @@ class TestSequence {
   /// Adds tokens in blocks of one format; the last may be part full.
   void append(int n_tokens, int block_size, codec::Format keys, codec::Format values,
               unsigned seed) {
+    keys = complete(keys, codec::Role::kKeys, sizes_.head_dim);
+    values = complete(values, codec::Role::kValues, sizes_.value_dim);
     while (n_tokens > 0) {
       const int n = std::min(n_tokens, block_size);
       attention::BlockRef ref{};
@@ -66,7 +68,7 @@ class TestSequence {
  private:
   static std::size_t as_size(int n) { return static_cast<std::size_t>(n); }
 
-  const std::byte* add_block(const codec::PartGeometry& geometry, int n_tokens, unsigned seed,
+  const std::byte* add_block(codec::PartGeometry geometry, int n_tokens, unsigned seed,
                              std::vector<float>& decoded_rows) {
     const std::size_t part_bytes = codec::part_bytes(geometry);
     const std::size_t dim = as_size(geometry.head_dim);
@@ -76,6 +78,7 @@ class TestSequence {
     const std::size_t start = decoded_rows.size();
     decoded_rows.resize(start + as_size(n_tokens) * as_size(sizes_.n_kv_heads) * dim);
     for (int head = 0; head < sizes_.n_kv_heads; ++head) {
+      geometry.kv_head = head;
       std::byte* const part = block->data() + as_size(head) * part_bytes;
       const int n_rows = geometry.format.is_raw() ? n_tokens : geometry.block_size;
       const auto rows = random_rows(n_rows, geometry.head_dim, seed * 131 + unsigned(head));

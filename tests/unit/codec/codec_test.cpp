@@ -31,6 +31,12 @@ TEST(PartBytes, CountCodesScalesAndBiases) {
   EXPECT_EQ(bytes({kKivi4}, kKeys, 20, 64), 64U * 4 + 20 * 32);
   EXPECT_EQ(bytes({kKivi2}, kValues, 32, 64), 32U * (16 + 2 * 4));
   EXPECT_EQ(block_bytes({{kInt4, 32}, kKeys, 32, 64}, 3), 3U * 32 * 40);
+  EXPECT_EQ(bytes({kVecInfer1}, kKeys, 32, 64), 32U * 8);
+  EXPECT_EQ(bytes({kVecInfer1_5}, kValues, 32, 64), 32U * 12);
+  EXPECT_EQ(bytes({kVecInfer2}, kKeys, 7, 80), 7U * 20);
+  EXPECT_EQ(bytes({kVecInfer3}, kKeys, 32, 64), 32U * 32);
+  EXPECT_EQ(bytes({kVecInfer3}, kValues, 32, 64), 32U * 16);
+  EXPECT_EQ(bytes({kVecInfer4}, kValues, 32, 64), 32U * 32);
 }
 
 /// A row whose codes in `n_steps` steps are its values: each group has 0 and n_steps.
@@ -182,7 +188,8 @@ TEST(Encodable, IsJudgedAfterTheTransform) {
 }
 
 TEST(Names, GoThereAndBack) {
-  for (const Code code : {kFp32, kFp16, kBf16, kInt8, kInt4, kInt2, kKivi4, kKivi2}) {
+  for (const Code code : {kFp32, kFp16, kBf16, kInt8, kInt4, kInt2, kKivi4, kKivi2, kVecInfer1,
+                          kVecInfer1_5, kVecInfer2, kVecInfer3, kVecInfer4}) {
     EXPECT_EQ(code_of(name(code)), code);
   }
   EXPECT_EQ(name(kKivi2), "kivi2");
@@ -192,7 +199,7 @@ TEST(Names, GoThereAndBack) {
   } catch (const std::invalid_argument& error) {
     EXPECT_STREQ(error.what(),
                  "codec: unknown format 'int3'; allowed: fp32, fp16, bf16, int8, int4, int2, "
-                 "kivi4, kivi2");
+                 "kivi4, kivi2, vecinfer1, vecinfer1.5, vecinfer2, vecinfer3, vecinfer4");
   }
 }
 

@@ -52,6 +52,10 @@ TEST(Layouts, FollowFormatAndRole) {
   EXPECT_EQ(layout_of({kKivi2}, codec::Role::kKeys), Layout::kChannel2);
   EXPECT_EQ(layout_of({kKivi2}, codec::Role::kValues), Layout::kAffine2);
   EXPECT_EQ(layout_of({kInt8}, codec::Role::kKeys), Layout::kAffine8);
+  EXPECT_EQ(layout_of({kVecInfer3}, codec::Role::kKeys), Layout::kVector2);
+  EXPECT_EQ(layout_of({kVecInfer3}, codec::Role::kValues), Layout::kVector4);
+  EXPECT_EQ(layout_of({kVecInfer1}, codec::Role::kKeys), Layout::kVector8);
+  EXPECT_EQ(layout_of({kVecInfer1_5}, codec::Role::kValues), Layout::kVector8Wide);
 }
 
 }  // namespace

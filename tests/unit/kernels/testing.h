@@ -4,11 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/vector_quantizer.h"
 #include "kernels/kernels.h"
 
 namespace kvpool::testing {
@@ -40,11 +44,16 @@ inline std::vector<codec::Format> all_formats() {
       for (const bool hadamard : {false, true}) formats.push_back({code, group_size, hadamard});
     }
   }
+  for (const codec::Code code : {kVecInfer1, kVecInfer1_5, kVecInfer2, kVecInfer3, kVecInfer4}) {
+    formats.push_back({code});
+  }
   return formats;
 }
 
 inline std::string label(const codec::Format& format) {
   std::string text(codec::name(format.code));
+  std::replace(text.begin(), text.end(), '.', '_');
+  if (format.is_vector()) return text;
   if (!format.is_raw()) text += "_g" + std::to_string(format.group_size);
   return format.hadamard ? text + "_hadamard" : text;
 }
@@ -68,8 +77,48 @@ inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
   return rows;
 }
 
-inline kernels::PartShape shape_of(const codec::PartGeometry& geometry) {
-  return {geometry.block_size, geometry.head_dim, geometry.format.group_size};
+using kernels::shape_of;
+
+/// A quantizer of up to 4 heads, each with centroids, a mean and scales of its own.
+inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::VectorCode code,
+                                                                    int head_dim) {
+  std::mt19937 random(77);
+  std::normal_distribution<float> normal;
+  auto quantizer = std::make_shared<codec::VectorQuantizer>();
+  for (int head = 0; head < 4; ++head) {
+    std::vector<std::int8_t> centroids((std::size_t{1} << code.code_bits) *
+                                       static_cast<std::size_t>(code.sub_dim));
+    for (std::int8_t& x : centroids) {
+      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(random), -127.0F, 127.0F));
+    }
+    quantizer->codebooks.push_back(codec::make_codebook(
+        code.sub_dim, code.code_bits, 0.025F + 0.001F * static_cast<float>(head), centroids));
+    codec::HeadTransform& transform = quantizer->transforms.emplace_back();
+    for (int d = 0; d < head_dim; ++d) {
+      transform.smooth.push_back(std::exp(0.3F * normal(random)));
+      transform.mean.push_back(0.3F * normal(random));
+    }
+  }
+  return quantizer;
+}
+
+/// The format with a quantizer, if it is one that needs it.
+inline codec::Format complete(codec::Format format, codec::Role role, int head_dim) {
+  if (!format.is_vector()) return format;
+  static std::map<std::tuple<codec::Code, codec::Role, int>,
+                  std::shared_ptr<const codec::VectorQuantizer>>
+      known;
+  auto& quantizer = known[{format.code, role, head_dim}];
+  if (quantizer == nullptr) {
+    quantizer = make_quantizer(codec::vector_code(format.code, role), head_dim);
+  }
+  format.quantizer = quantizer.get();
+  return format;
+}
+
+inline codec::PartGeometry geometry_of(const codec::Format& format, codec::Role role,
+                                       int block_size, int head_dim) {
+  return {complete(format, role, head_dim), role, block_size, head_dim};
 }
 
 inline auto encoder(const kernels::KernelTable& table, const codec::PartGeometry& geometry) {

@@ -9,12 +9,14 @@
 
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <ostream>
 
 #include "dense_model.h"
 #include "kvpool/errors.h"
+#include "unit/cache/codebooks.h"
 
 namespace mx = mlx::core;
 
@@ -76,18 +78,28 @@ rc::Gen<Operation> any_operation() {
       call, rc::gen::container<std::array<int, 4>>(rc::gen::inRange(0, 1000)));
 }
 
+std::vector<std::pair<std::string, std::string>> formats() {
+  std::vector<std::pair<std::string, std::string>> pairs = {
+      {"raw", "raw"}, {"int4", "int8"}, {"kivi2", "raw"}, {"raw", "kivi4"}, {"int2", "kivi2"}};
+  const char* const level = std::getenv("KVPOOL_KERNELS");
+  if (level != nullptr && std::string(level) == "ops") return pairs;  // Has no vecinfer.
+  pairs.emplace_back("vecinfer2", "raw");
+  pairs.emplace_back("int4", "vecinfer1");
+  return pairs;
+}
+
 rc::Gen<PagedKVCacheConfig> any_config() {
   return rc::gen::map(
-      rc::gen::tuple(
-          rc::gen::elementOf(std::vector<std::pair<std::string, std::string>>{{"raw", "raw"},
-                                                                              {"int4", "int8"},
-                                                                              {"kivi2", "raw"},
-                                                                              {"raw", "kivi4"},
-                                                                              {"int2", "kivi2"}}),
-          rc::gen::element(0, 3, 8), rc::gen::element(0, 1, 5), rc::gen::element(0, 0, 0, 1, 6, 9)),
+      rc::gen::tuple(rc::gen::elementOf(formats()), rc::gen::element(0, 3, 8),
+                     rc::gen::element(0, 1, 5), rc::gen::element(0, 0, 0, 1, 6, 9)),
       [](const auto& parts) {
         PagedKVCacheConfig config;
         std::tie(config.key_format, config.value_format) = std::get<0>(parts);
+        static const auto kOfKeys = make_codebooks("vecinfer2", 2, kKvHeads, kHeadDims[0]);
+        static const auto kOfValues = make_codebooks("vecinfer1", 2, kKvHeads, kHeadDims[1]);
+        if (config.key_format == "vecinfer2") config.codebooks = kOfKeys;
+        if (config.value_format == "vecinfer1") config.codebooks = kOfValues;
+        config.layer = config.codebooks != nullptr ? 1 : 0;
         config.window = std::get<1>(parts);
         config.sink = std::get<2>(parts);
         config.sliding_window = std::get<3>(parts);
@@ -249,7 +261,8 @@ class World {
     mask.causal = true;
     pending_.push_back(
         {life.cache->attend(lazily(queries, {n_rows, kQueryHeads, S, kHeadDims[0]}), scale, mask),
-         expected_attention(life.rows, queries, S, 0.25, config_.sliding_window), 1e-4F});
+         expected_attention(life.rows, queries, S, 0.25, config_.sliding_window),
+         config_.codebooks != nullptr ? 1e-3F : 1e-4F});
   }
 
   void fetch(Life& life) {

@@ -8,6 +8,7 @@
 
 #include "codec/codec.h"
 #include "kvpool/paged_kv_cache.h"
+#include "kvpool/vecinfer_codebooks.h"
 
 namespace kvpool::testing {
 
@@ -131,8 +132,14 @@ class DenseRow {
     part.role = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
     part.block_size = kBlockSize;
     part.head_dim = kHeadDims[role];
+    if (part.format.is_vector()) {
+      const VecInferLayer& layer = config_.codebooks->layer(config_.layer);
+      part.format.quantizer = (role == 0 ? layer.keys : layer.values).get();
+      part.format.hadamard = false;
+    }
     std::vector<std::byte> bytes(codec::part_bytes(part));
     for (std::vector<float>& rows : block.rows[role]) {
+      part.kv_head = static_cast<int>(&rows - block.rows[role]);
       codec::encode(part, rows.data(), kBlockSize, bytes.data());
       codec::decode(part, bytes.data(), 0, kBlockSize, rows.data());
     }

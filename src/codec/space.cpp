@@ -1,0 +1,67 @@
+#include "codec/space.h"
+
+#include <cstddef>
+
+#include "codec/vector_quantizer.h"
+
+namespace kvpool::codec {
+namespace {
+
+/// Calls change(element, channel) over rows.
+template <typename Change>
+void for_elements(float* rows, int n_rows, int dim, const Change& change) {
+  for (int row = 0; row < n_rows; ++row, rows += dim) {
+    for (std::size_t d = 0; d < static_cast<std::size_t>(dim); ++d) change(rows[d], d);
+  }
+}
+
+}  // namespace
+
+Space::Space(const Format& format, int kv_head) noexcept : hadamard_(format.hadamard) {
+  if (format.quantizer == nullptr) return;
+  transform_ = &format.quantizer->transforms[static_cast<std::size_t>(kv_head)];
+  hadamard_ = transform_->hadamard;
+}
+
+void Space::enter(float* rows, int n_rows, int dim) const noexcept {
+  if (transform_ != nullptr) {
+    const HeadTransform& t = *transform_;
+    for_elements(rows, n_rows, dim,
+                 [&](float& x, std::size_t d) { x = (x - t.mean[d]) / t.smooth[d]; });
+  }
+  if (hadamard_) hadamard(rows, n_rows, dim);
+}
+
+void Space::leave(float* rows, int n_rows, int dim) const noexcept {
+  if (hadamard_) hadamard(rows, n_rows, dim);
+  if (transform_ == nullptr) return;
+  const HeadTransform& t = *transform_;
+  for_elements(rows, n_rows, dim,
+               [&](float& x, std::size_t d) { x = x * t.smooth[d] + t.mean[d]; });
+}
+
+void Space::enter_queries(float* queries, int n_rows, int dim, float* offsets) const noexcept {
+  if (transform_ != nullptr) {
+    const HeadTransform& t = *transform_;
+    for (int row = 0; row < n_rows; ++row) {
+      offsets[row] = 0.0F;
+      for_elements(queries + row * dim, 1, dim, [&](float& x, std::size_t d) {
+        offsets[row] += x * t.mean[d];
+        x *= t.smooth[d];
+      });
+    }
+  }
+  if (hadamard_) hadamard(queries, n_rows, dim);
+}
+
+void Space::leave_sums(float* sums, int n_rows, int dim, const float* weights) const noexcept {
+  if (hadamard_) hadamard(sums, n_rows, dim);
+  if (transform_ == nullptr) return;
+  const HeadTransform& t = *transform_;
+  for (int row = 0; row < n_rows; ++row) {
+    for_elements(sums + row * dim, 1, dim,
+                 [&](float& x, std::size_t d) { x = x * t.smooth[d] + weights[row] * t.mean[d]; });
+  }
+}
+
+}  // namespace kvpool::codec

@@ -1,0 +1,220 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "kernels/avx512/common.h"
+#include "kernels/vector_layout.h"
+#include "kernels/vector_search.h"
+
+namespace kvpool::kernels::avx512 {
+
+/// Columns of a run that vector layouts work on at a time, and that a vector of 8-bit codes has.
+inline constexpr int kChunkColumns = 512;
+inline constexpr int kColumns = 64;
+
+/// Tokens of one part among the columns of a chunk.
+struct Piece {
+  const std::byte* part;
+  int first_token;
+  int n_tokens;
+  int column;
+};
+
+/// Consecutive columns of a run, at most kMost.
+template <int kMost>
+struct Chunk {
+  std::array<Piece, kMost> pieces;
+  int n_pieces = 0;
+  int n_columns = 0;
+
+  std::span<const Piece> all() const { return std::span(pieces).first(as_size(n_pieces)); }
+};
+
+/// Calls take(chunk) over the columns of a run.
+template <int kMost, typename Take>
+inline void for_chunks(const PartRun& run, const Take& take) {
+  Chunk<kMost> chunk;
+  for (std::size_t p = 0; p < run.n_parts; ++p) {
+    for (int t = 0; t < run.n_tokens[p];) {
+      const int n = std::min(run.n_tokens[p] - t, kMost - chunk.n_columns);
+      chunk.pieces[as_size(chunk.n_pieces++)] = {run.parts[p], t, n, chunk.n_columns};
+      chunk.n_columns += n;
+      t += n;
+      if (chunk.n_columns < kMost) continue;
+      take(chunk);
+      chunk.n_pieces = chunk.n_columns = 0;
+    }
+  }
+  if (chunk.n_columns > 0) take(chunk);
+}
+
+/// 8-bit codes of a chunk, [sub][column], with zeros up to a multiple of kColumns.
+class ChunkCodes {
+ public:
+  template <int kSubDim>
+  void gather(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+    const int subs = n_subs(kSubDim, shape.head_dim);
+    const auto block_size = as_size(shape.block_size);
+    for (const Piece& piece : chunk.all()) {
+      const std::byte* from = piece.part + piece.first_token;
+      std::uint8_t* to = codes_ + piece.column;
+      const auto copy_rows = [&](const auto& copy) {
+        for (int sub = 0; sub < subs; ++sub, from += block_size, to += kStride) copy(from, to);
+      };
+      if (piece.n_tokens == 16) {
+        copy_rows(copy_16);
+      } else if (piece.n_tokens == 32) {
+        copy_rows(copy_32);
+      } else {
+        const int n = piece.n_tokens;
+        copy_rows([n](const std::byte* a, std::uint8_t* b) { copy_any(a, n, b); });
+      }
+    }
+    for (int sub = 0; sub < subs; ++sub) {
+      _mm512_storeu_si512(codes_ + sub * kStride + chunk.n_columns, _mm512_setzero_si512());
+    }
+  }
+
+  /// The codes of 64 columns.
+  __m512i at(int sub, int column) const {
+    return _mm512_load_si512(codes_ + sub * kStride + column);
+  }
+
+ private:
+  static constexpr int kStride = kChunkColumns + 64;
+
+  static void copy_16(const std::byte* from, std::uint8_t* to) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
+  }
+  static void copy_32(const std::byte* from, std::uint8_t* to) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+  }
+  /// May write zeros after the last, to be overwritten by what comes next.
+  static void copy_any(const std::byte* from, int n, std::uint8_t* to) {
+    for (; n >= 64; n -= 64, from += 64, to += 64) {
+      _mm512_storeu_si512(to, _mm512_loadu_si512(from));
+    }
+    const __mmask64 mask = (__mmask64{1} << n) - 1;
+    if (n > 0) _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(mask, from));
+  }
+
+  alignas(64) std::uint8_t codes_[codec::kMaxHeadDim / 2 * kStride];
+};
+
+/// A table of 256 bytes in registers.
+class ByteTable {
+ public:
+  ByteTable() = default;
+  /// With `flip`, each byte x becomes x ^ flip.
+  explicit ByteTable(const std::int8_t* bytes, char flip = 0) {
+    for (int i = 0; i < 4; ++i) {
+      quarters_[i] = _mm512_xor_si512(_mm512_loadu_si512(bytes + 64 * i), _mm512_set1_epi8(flip));
+    }
+  }
+  /// `high` is the highest bit of each code.
+  __m512i operator()(__m512i codes, __mmask64 high) const {
+    return _mm512_mask_blend_epi8(high, _mm512_permutex2var_epi8(quarters_[0], codes, quarters_[1]),
+                                  _mm512_permutex2var_epi8(quarters_[2], codes, quarters_[3]));
+  }
+
+ private:
+  __m512i quarters_[4];
+};
+
+/// Low and high bytes of 64 numbers of 16 bits.
+inline void store_bytes(const __m512i (&numbers)[4], void* low, void* high) {
+  alignas(64) static constexpr auto kBytes = [] {
+    std::array<std::uint8_t, 64> from{};
+    for (std::size_t i = 0; i < 32; ++i) {
+      from[i] = static_cast<std::uint8_t>(4 * i);
+      from[32 + i] = static_cast<std::uint8_t>(4 * i + 1);
+    }
+    return from;
+  }();
+  const __m512i order = _mm512_load_si512(kBytes.data());
+  const __m512i first = _mm512_permutex2var_epi8(numbers[0], order, numbers[1]);
+  const __m512i second = _mm512_permutex2var_epi8(numbers[2], order, numbers[3]);
+  _mm512_store_si512(low, _mm512_shuffle_i64x2(first, second, 0x44));
+  _mm512_store_si512(high, _mm512_shuffle_i64x2(first, second, 0xEE));
+}
+
+/// A row of weights as unsigned digits: weight = step * (256 * high + low).
+struct WeightDigits {
+  float step;
+  alignas(64) std::uint8_t low[kChunkColumns];
+  alignas(64) std::uint8_t high[kChunkColumns];
+
+  /// Zeros follow the n weights, up to a multiple of 64.
+  void set(const float* weights, int n) {
+    __m512 most = _mm512_setzero_ps();
+    for (int i = 0; i < n; i += 16) {
+      most = _mm512_max_ps(most, _mm512_maskz_loadu_ps(first_lanes(n - i), weights + i));
+    }
+    const float largest = _mm512_reduce_max_ps(most);
+    constexpr float kMostSteps = 65530.0F;
+    step = largest / kMostSteps;
+    const __m512 inverse = _mm512_set1_ps(largest > 1e-30F ? kMostSteps / largest : 0.0F);
+    for (int i = 0; i < n; i += 64) {
+      __m512i numbers[4];
+      for (int k = 0; k < 4; ++k) {
+        const __mmask16 mask = i + 16 * k < n ? first_lanes(n - i - 16 * k) : __mmask16{0};
+        const __m512 weight = _mm512_maskz_loadu_ps(mask, weights + i + 16 * k);
+        numbers[k] = _mm512_cvtps_epi32(_mm512_mul_ps(weight, inverse));
+      }
+      store_bytes(numbers, low + i, high + i);
+    }
+  }
+};
+
+/// Sums with both digits as numbers.
+inline __m512 digit_total(__m512i low, __m512i high) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}
+
+/// Writes n of 64 columns' scores, of which vector k has the columns 4 k ... 4 k + 3 of each
+/// sixteen; up to 15 more may be written.
+inline void store_in_order(const __m512 (&sums)[4], int n, float* scores) {
+  const __m512 a = _mm512_shuffle_f32x4(sums[0], sums[1], 0x44);
+  const __m512 b = _mm512_shuffle_f32x4(sums[2], sums[3], 0x44);
+  const __m512 c = _mm512_shuffle_f32x4(sums[0], sums[1], 0xEE);
+  const __m512 d = _mm512_shuffle_f32x4(sums[2], sums[3], 0xEE);
+  const __m512 in_order[4] = {_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD),
+                              _mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD)};
+  for (int k = 0; k < 4 && 16 * k < n; ++k) _mm512_storeu_ps(scores + 16 * k, in_order[k]);
+}
+
+/// Queries as digits; a query's number n stands for scale * n.
+struct DigitQuery {
+  float scale;
+  std::int32_t sum;  ///< Of the numbers.
+  /// Of channels 4 i ... 4 i + 3: low[i], high[i], a signed byte each.
+  alignas(64) std::int32_t low[codec::kMaxHeadDim / 4];
+  alignas(64) std::int32_t high[codec::kMaxHeadDim / 4];
+};
+std::size_t digit_query_bytes(const PartShape& shape, int n_queries);
+void prepare_digit_queries(const PartShape& shape, const float* queries, int n_queries,
+                           std::byte* prepared);
+
+struct Lanes {
+  static constexpr int kLanes = 16;
+  using Float = __m512;
+  using Int = __m512i;
+  static Float load(const float* from) { return _mm512_load_ps(from); }
+  static Float broadcast(float x) { return _mm512_set1_ps(x); }
+  static Int broadcast(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static __mmask16 above(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  static Float select(__mmask16 mask, Float a, Float b) { return _mm512_mask_mov_ps(b, mask, a); }
+  static Int select(__mmask16 mask, Int a, Int b) { return _mm512_mask_mov_epi32(b, mask, a); }
+  static void store(std::int32_t* to, Int x) { _mm512_store_si512(to, x); }
+};
+
+/// Of kVector4 and kVector8.
+KeyKernels table_keys(Layout layout);
+KeyKernels wide_vector_keys();
+ValueKernels wide_vector_values();
+
+}  // namespace kvpool::kernels::avx512

@@ -1,0 +1,162 @@
+#include <cmath>
+
+#include "kernels/avx2/avx2.h"
+#include "kernels/avx512/vector.h"
+
+namespace kvpool::kernels::avx512 {
+namespace {
+
+/// Four channels of kColumns keys as unsigned bytes, 128 too large; a dword has those of one key.
+/// Vector k has the columns 4 k ... 4 k + 3 of each sixteen.
+struct Quad {
+  __m512i keys[4];
+};
+
+Quad interleave(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab_low = _mm512_unpacklo_epi8(a, b);
+  const __m512i ab_high = _mm512_unpackhi_epi8(a, b);
+  const __m512i cd_low = _mm512_unpacklo_epi8(c, d);
+  const __m512i cd_high = _mm512_unpackhi_epi8(c, d);
+  return {{_mm512_unpacklo_epi16(ab_low, cd_low), _mm512_unpackhi_epi16(ab_low, cd_low),
+           _mm512_unpacklo_epi16(ab_high, cd_high), _mm512_unpackhi_epi16(ab_high, cd_high)}};
+}
+
+constexpr int kMostQuads = codec::kMaxHeadDim / 4;
+
+/// Decodes kColumns keys, once for all queries.
+template <int kSubDim>
+void decode_columns(const codec::Codebook& book, const ChunkCodes& codes, int column, int n_quads,
+                    Quad* quads) {
+  constexpr char kFlip = -128;
+  const std::int8_t* const planes = book.planes.data();
+  // With 8 channels to a code, the tables of 4 at a time fit the registers.
+  constexpr int kHalves = kSubDim == 8 ? 2 : 1;
+  for (int half = 0; half < kHalves; ++half) {
+    const ByteTable a(planes + 1024 * half, kFlip);
+    const ByteTable b(planes + 1024 * half + 256, kFlip);
+    if constexpr (kSubDim == 2) {
+      for (int i = 0; i < n_quads; ++i) {
+        const __m512i first = codes.at(2 * i, column);
+        const __m512i second = codes.at(2 * i + 1, column);
+        const __mmask64 first_high = _mm512_movepi8_mask(first);
+        const __mmask64 second_high = _mm512_movepi8_mask(second);
+        quads[i] = interleave(a(first, first_high), b(first, first_high), a(second, second_high),
+                              b(second, second_high));
+      }
+    } else {
+      const ByteTable c(planes + 1024 * half + 512, kFlip);
+      const ByteTable d(planes + 1024 * half + 768, kFlip);
+      for (int i = half; i < n_quads; i += kHalves) {
+        const __m512i code = codes.at(i / kHalves, column);
+        const __mmask64 high = _mm512_movepi8_mask(code);
+        quads[i] = interleave(a(code, high), b(code, high), c(code, high), d(code, high));
+      }
+    }
+  }
+}
+
+/// Scores of n of the decoded keys. Two queries' sums fit the registers.
+template <int kQueries>
+void score_columns(const Quad* quads, int n_quads, const DigitQuery* queries, float scale, int n,
+                   float* scores, std::size_t stride) {
+  __m512i low[kQueries][4];
+  __m512i high[kQueries][4];
+  for (int q = 0; q < kQueries; ++q) {
+    for (int k = 0; k < 4; ++k) {
+      low[q][k] = _mm512_setzero_si512();
+      high[q][k] = _mm512_setzero_si512();
+    }
+  }
+  for (int i = 0; i < n_quads; ++i) {
+    for (int q = 0; q < kQueries; ++q) {
+      const __m512i low_digits = _mm512_set1_epi32(queries[q].low[i]);
+      const __m512i high_digits = _mm512_set1_epi32(queries[q].high[i]);
+      for (int k = 0; k < 4; ++k) {
+        low[q][k] = _mm512_dpbusd_epi32(low[q][k], quads[i].keys[k], low_digits);
+        high[q][k] = _mm512_dpbusd_epi32(high[q][k], quads[i].keys[k], high_digits);
+      }
+    }
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    const __m512i bias = _mm512_set1_epi32(128 * queries[q].sum);
+    const __m512 step = _mm512_set1_ps(scale * queries[q].scale);
+    __m512 sums[4];
+    for (int k = 0; k < 4; ++k) {
+      const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[q][k], 8), low[q][k]);
+      sums[k] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, bias)), step);
+    }
+    store_in_order(sums, n, scores + as_size(q) * stride);
+  }
+}
+
+template <int kSubDim>
+void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
+            float* out, std::size_t stride) {
+  const auto* const queries = reinterpret_cast<const DigitQuery*>(prepared);
+  const int n_quads = shape.head_dim / 4;
+  ChunkCodes codes;
+  alignas(64) Quad quads[kMostQuads];
+  Ahead ahead(run);
+  for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
+    codes.gather<kSubDim>(shape, chunk);
+    for (int column = 0; column < chunk.n_columns; column += kColumns, out += kColumns) {
+      ahead.fetch(as_size(n_subs(kSubDim, shape.head_dim) * kColumns));
+      decode_columns<kSubDim>(*shape.codebook, codes, column, n_quads, quads);
+      const int n = chunk.n_columns - column;
+      const float scale = shape.codebook->scale;
+      int q = 0;
+      for (; q + 2 <= n_queries; q += 2) {
+        score_columns<2>(quads, n_quads, queries + q, scale, std::min(n, kColumns),
+                         out + as_size(q) * stride, stride);
+      }
+      if (q < n_queries) {
+        score_columns<1>(quads, n_quads, queries + q, scale, std::min(n, kColumns),
+                         out + as_size(q) * stride, stride);
+      }
+    }
+  });
+}
+
+template <int kSubDim>
+KeyKernels keys_of(Layout layout) {
+  KeyKernels kernels = avx2::vector_keys(layout);
+  kernels.encode = VectorEncoder<Lanes, kSubDim, 8>::encode;
+  kernels.prepared_bytes = digit_query_bytes;
+  kernels.prepare = prepare_digit_queries;
+  kernels.scores = scores<kSubDim>;
+  return kernels;
+}
+
+}  // namespace
+
+std::size_t digit_query_bytes(const PartShape& /*shape*/, int n_queries) {
+  return as_size(n_queries) * sizeof(DigitQuery);
+}
+
+void prepare_digit_queries(const PartShape& shape, const float* queries, int n_queries,
+                           std::byte* prepared) {
+  const std::size_t dim = as_size(shape.head_dim);
+  auto* to = reinterpret_cast<DigitQuery*>(prepared);
+  for (int q = 0; q < n_queries; ++q, ++to, queries += dim) {
+    float largest = 0.0F;
+    for (std::size_t d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(queries[d]));
+    to->scale = largest / kLargest;
+    to->sum = 0;
+    const float inverse = largest > 1e-30F ? kLargest / largest : 0.0F;
+    auto* const low = reinterpret_cast<std::int8_t*>(to->low);
+    auto* const high = reinterpret_cast<std::int8_t*>(to->high);
+    for (std::size_t d = 0; d < dim; ++d) {
+      const auto number = static_cast<std::int32_t>(std::lrint(queries[d] * inverse));
+      low[d] = static_cast<std::int8_t>(number);
+      high[d] = static_cast<std::int8_t>((number - low[d]) / 256);
+      to->sum += number;
+    }
+  }
+}
+
+KeyKernels vector_keys(Layout layout) {
+  if (layout == Layout::kVector8Wide) return wide_vector_keys();
+  return layout == Layout::kVector2 ? keys_of<2>(layout) : table_keys(layout);
+}
+
+}  // namespace kvpool::kernels::avx512
