@@ -182,7 +182,7 @@ void bind_builder(nb::module_& m) {
           "codebooks"_a.none() = nb::none(), "random_codebooks"_a.none() = nb::none())
       .def_rw("method", &KVCacheConfig::method,
               "'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2', 'vecinfer1', 'vecinfer1.5', 'vecinfer2',\n"
-              "'vecinfer3', 'vecinfer4'; 'int' and 'kivi' with `bits`.")
+              "'vecinfer3', 'vecinfer4'; 'int', 'kivi' and 'vecinfer' with `bits`.")
       .def_rw("head_dim", &KVCacheConfig::head_dim)
       .def_rw("bits", &KVCacheConfig::bits)
       .def_rw("group_size", &KVCacheConfig::group_size, "Channels to a scale: 32 or 64.")

@@ -14,10 +14,10 @@ class VecInferCodebooks;
 /// What KVCacheFactory makes a standalone cache from. Plain data.
 struct KVCacheConfig {
   /// "fp16", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer1", "vecinfer1.5", "vecinfer2",
-  /// "vecinfer3", "vecinfer4"; "int" and "kivi" with `bits` of their own.
+  /// "vecinfer3", "vecinfer4"; "int", "kivi" and "vecinfer" with `bits` of their own.
   std::string method = "kivi";
   std::int64_t head_dim = 128;
-  /// Of methods "int" (8, 4, 2) and "kivi" (4, 2).
+  /// Of methods "int" (8, 4, 2), "kivi" (4, 2) and "vecinfer" (4, 3, 2, 1).
   int bits = 2;
   /// Channels to a scale: 32 or 64.
   int group_size = 32;

@@ -714,7 +714,7 @@ class KVCacheConfig:
     def method(self) -> str:
         """
         'fp16', 'int8', 'int4', 'int2', 'kivi4', 'kivi2', 'vecinfer1', 'vecinfer1.5', 'vecinfer2',
-        'vecinfer3', 'vecinfer4'; 'int' and 'kivi' with `bits`.
+        'vecinfer3', 'vecinfer4'; 'int', 'kivi' and 'vecinfer' with `bits`.
         """
 
     @method.setter

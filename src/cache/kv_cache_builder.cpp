@@ -21,13 +21,15 @@ constexpr std::array<std::string_view, 11> kMethods{
 }  // namespace
 
 std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
-  const bool has_bits = config.method == "int" || config.method == "kivi";
+  const bool has_bits =
+      config.method == "int" || config.method == "kivi" || config.method == "vecinfer";
   const std::string method =
       has_bits ? detail::concat(config.method, config.bits) : config.method;
   if (std::find(kMethods.begin(), kMethods.end(), method) == kMethods.end()) {
     throw std::invalid_argument(detail::concat(
-        "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4, kivi2 or vecinfer1, "
-        "vecinfer1.5, vecinfer2, vecinfer3 or vecinfer4, or int or kivi with such bits; got '",
+        "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4, kivi2, vecinfer1, "
+        "vecinfer1.5, vecinfer2, vecinfer3 or vecinfer4, or int, kivi or vecinfer with such bits; "
+        "got '",
         config.method, "'", has_bits ? detail::concat(" with bits ", config.bits) : ""));
   }
   const std::string format = method == "fp16" ? "raw" : method;

@@ -76,8 +76,8 @@ TEST(Builder, NamesTheFieldThatIsWrong) {
     return error_of<std::invalid_argument>([&] { KVCacheFactory::create(config); });
   };
   const std::string methods =
-      "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4 or kivi2, or int or kivi with "
-      "such bits; got ";
+      "KVCacheConfig: method must be fp16, int8, int4, int2, kivi4, kivi2, vecinfer1, vecinfer1.5, "
+      "vecinfer2, vecinfer3 or vecinfer4, or int, kivi or vecinfer with such bits; got ";
   EXPECT_EQ(error([](auto& c) { c.method = "int3"; }), methods + "'int3'");
   EXPECT_EQ(error([](auto& c) { c.method = ""; }), methods + "''");
   EXPECT_EQ(error([](auto& c) { c.method = "raw"; }), methods + "'raw'");
