@@ -78,14 +78,21 @@ def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int, int]:
         raise ValueError("PagedKVCache: the state must be what a PagedKVCache saved") from None
     if version != VERSION:
         raise ValueError(f"PagedKVCache: the state is of version {version}, this kvpool reads version {VERSION}")
-    codebooks = _codebooks.get(identity) if identity is not None else None
-    if identity is not None and codebooks is None:
-        raise ValueError(
-            f"PagedKVCache: the state is coded with codebooks {identity}, which are not loaded; "
-            "make a cache with them first"
-        )
+    codebooks = None if identity is None else _found(identity)
     values["hadamard"] = bool(values["hadamard"])
     return PagedKVCacheConfig(**values, codebooks=codebooks, layer=int(layer)), int(block_size), len(rows)
+
+
+def _found(identity: str) -> VecInferCodebooks:
+    from .codebooks import shipped_codebooks
+
+    codebooks = _codebooks.get(identity) or shipped_codebooks(identity)
+    if codebooks is None:
+        raise ValueError(
+            f"PagedKVCache: the state is coded with codebooks {identity}, which neither come with kvpool nor are "
+            "loaded; make a cache with them first"
+        )
+    return codebooks
 
 
 def restore(cache: PagedKVCacheCore, state: Any) -> None:
