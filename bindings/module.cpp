@@ -11,6 +11,7 @@ NB_MODULE(_core, m) {
   bind_mlx_block_storage(m);
   bind_pool_backed_kv_cache(m);
   bind_vecinfer_codebooks(m);
+  bind_vecinfer_calibrator(m);
   bind_paged_kv_cache(m);
   bind_kv_cache(m);
 }

@@ -1,9 +1,10 @@
 # The kernels of each instruction set are files with flags of their own.
 # GCC takes the undefined operands of its own AVX-512 header for a mistake.
 # Without contraction of a * b + c, every level decodes the same bits.
-set(KVPOOL_LEVEL_SOURCES src/kernels/levels_generic.cpp)
+set(KVPOOL_LEVEL_SOURCES src/kernels/levels_generic.cpp src/calibration/nearest_generic.cpp)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(avx2_sources
+    src/calibration/nearest_avx2.cpp
     src/kernels/avx2/integer.cpp
     src/kernels/avx2/raw.cpp
     src/kernels/avx2/table.cpp
@@ -11,6 +12,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(${avx2_sources} PROPERTIES COMPILE_OPTIONS
     "-mavx2;-mfma;-mf16c;-ffp-contract=off")
   set(avx512_sources
+    src/calibration/nearest_avx512.cpp
     src/kernels/avx512/affine_keys.cpp
     src/kernels/avx512/affine_values.cpp
     src/kernels/avx512/channel_keys.cpp
@@ -23,7 +25,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     src/kernels/avx512/wide_vector.cpp)
   set_source_files_properties(${avx512_sources} PROPERTIES COMPILE_OPTIONS
     "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized$<SEMICOLON>-Wno-maybe-uninitialized>;-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx512vbmi;-mavx512vnni;-mfma;-mf16c;-ffp-contract=off")
-  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_x86.cpp ${avx2_sources} ${avx512_sources})
+  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_x86.cpp src/calibration/nearest_generic.cpp
+    ${avx2_sources} ${avx512_sources})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
   set(neon_sources
     src/kernels/neon/decode.cpp
@@ -31,8 +34,10 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
     src/kernels/neon/raw.cpp
     src/kernels/neon/table.cpp)
   set_source_files_properties(${neon_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
-  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_arm64.cpp ${neon_sources})
+  set(KVPOOL_LEVEL_SOURCES src/kernels/levels_arm64.cpp src/calibration/nearest_generic.cpp
+    ${neon_sources})
 endif()
 set_source_files_properties(
+  src/calibration/nearest_generic.cpp
   src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp src/kernels/scalar/vector.cpp
   PROPERTIES COMPILE_OPTIONS -ffp-contract=off)

@@ -24,6 +24,10 @@ from ._core import (  # noqa: E402
     PooledKVCache,
     StaleBufferError,
     StandaloneKVCache,
+    VecInferCalibration,
+    VecInferCalibrator,
+    VecInferCodebooks,
+    VecInferStream,
     __version__,
     render_prometheus,
 )
@@ -59,4 +63,8 @@ __all__ = [
     "render_prometheus",
     "StaleBufferError",
     "StandaloneKVCache",
+    "VecInferCalibration",
+    "VecInferCalibrator",
+    "VecInferCodebooks",
+    "VecInferStream",
 ]

@@ -1,7 +1,7 @@
 """kvpool's C++ library."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core
 
@@ -527,6 +527,82 @@ class VecInferCodebooks:
         """
         A hash of all that codes depend on: what one set coded, only an equal one decodes.
         """
+
+class VecInferCalibration:
+    """
+    What calibration makes, and the error of coding what it learnt from: a layer's sum of
+    squares of what is off over that of what is coded.
+    """
+
+    @property
+    def keys(self) -> VecInferStream: ...
+
+    @property
+    def values(self) -> VecInferStream: ...
+
+    @property
+    def key_errors(self) -> list[float]:
+        """One a layer."""
+
+    @property
+    def value_errors(self) -> list[float]:
+        """One a layer."""
+
+class VecInferCalibrator:
+    """
+    Makes the codebooks of a model from its keys, values and queries of a text.
+    Not thread-safe.
+    """
+
+    def __init__(self, n_layers: int, max_tokens: int = 16384, sink: int = 16, window: int = 128, seed: int = 0) -> None:
+        """
+        Args:
+            n_layers: layers of the model that keep keys and values.
+            max_tokens: tokens of a layer that are kept to learn from; of more, an even
+                choice.
+            sink: first tokens of a sequence, from which nothing is learnt.
+            window: newest tokens, which stay raw: attention on them does not count.
+            seed: of every choice.
+
+        Raises ValueError naming what is not allowed.
+        """
+
+    def observe(self, layer: int, queries: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, scale: float) -> None:
+        """
+        Learns from one sequence, from its first token on. Evaluates the arrays.
+
+        Args:
+            queries: (B, n_heads, S, head_dim), after RoPE as the keys.
+            keys, values: (B, n_kv_heads, S, head_dim).
+            scale: factor of the scores.
+
+        Raises ValueError naming what does not fit, NaN and infinity too; nothing is learnt
+        then.
+        """
+
+    def train(self, format: str, n_codebooks: int = 0, n_restarts: int = 3, n_iterations: int = 20, progress: Callable[[int, int], None] | None = None) -> VecInferCalibration:
+        """
+        Trains the codebooks of a format: the same observations and seed give the same bits.
+
+        Args:
+            format: "vecinfer1", "vecinfer1.5", "vecinfer2", "vecinfer3" or
+                "vecinfer4".
+            n_codebooks: of the keys, and as many of the values; 0: one a head with codes of 8
+                bits, 12 in all with codes of 12 bits.
+            n_restarts: starts of k-means that are tried for each codebook.
+            n_iterations: steps of k-means, at most.
+            progress: called with codebooks done and in all; what it raises ends the
+                training.
+
+        Raises ValueError naming what is not allowed, RuntimeError if a layer has seen no
+        token past the sink.
+        """
+
+def weight_sketch(weight: mlx.core.array, size: int) -> mlx.core.array:
+    """
+    Numbers that stand for a weight (out, in): weights that differ by a part of their length
+    have sketches that differ by about that part of theirs. (size,), float32.
+    """
 
 class PagedStorage:
     """

@@ -44,6 +44,8 @@ def routed(queries, keys, values, cache, scale, mask=None, sinks=None, **kwargs)
     """mlx_lm's function; a paged cache attends itself if ``keys`` and ``values`` are just what it returned."""
     if isinstance(cache, PagedKVCacheCore) and not kwargs and cache.attends(keys, values, mask):
         return cache.attend(queries, scale, mask, sinks)
+    if (record := getattr(cache, "record", None)) is not None:
+        record(queries, keys, values, scale)
     if isinstance(mask, str) and mask != "causal":
         mask = mask.array()
     return _original(queries, keys, values, cache, scale, mask, sinks, **kwargs)

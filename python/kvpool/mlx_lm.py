@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from . import _route
-from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedStorage, PoolConfig
+from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedStorage, PoolConfig, VecInferCodebooks
+from ._layers import sliding_window, stock_caches
 from .paged_cache import PagedKVCache
 
 Format = str | tuple[str, str]
+Codebooks = str | Path | VecInferCodebooks | Mapping[str, VecInferCodebooks]
 
 _DEFAULT_POOL = PoolConfig(block_size=32, n_blocks=64, grow_on_exhaustion=True)
 
@@ -26,20 +29,23 @@ def make_prompt_cache(
     hadamard: bool = True,
     check_finite: bool = False,
     owner: int | None = None,
+    codebooks: Codebooks | None = None,
 ) -> list[Any]:
     """One cache a layer of ``model``: paged for attention, the model's own for other layers.
 
     Args:
         model: a loaded mlx_lm model.
         pool: a pool, or a PagedStorage to share memory too; one of 32-token blocks that grows if None.
-        format: "raw" (the model's own type), "int8", "int4", "int2", "kivi4" or "kivi2"; a pair for keys and
-            values; a list a layer.
+        format: "raw" (the model's own type), "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer1",
+            "vecinfer1.5", "vecinfer2", "vecinfer3" or "vecinfer4"; a pair for keys and values; a list a layer.
         window: newest tokens that stay raw.
         sink: first tokens that stay raw.
         group_size: channels to a scale, 32 or 64.
         hadamard: whether int formats and the values of kivi are stored after a Hadamard transform.
         check_finite: refuse tokens that the format cannot store (NaN, infinity, beyond fp16); evaluates each append.
         owner: id of the request; a new one if None.
+        codebooks: for vecinfer formats, a file that ``kvpool calibrate`` made, what load_codebooks() returned, or
+            such sets by format; if None, those that come with kvpool for this model.
 
     Raises ValueError naming what is not allowed.
     """
@@ -47,17 +53,20 @@ def make_prompt_cache(
         storage = pool
     else:
         storage = PagedStorage(pool if pool is not None else BlockPoolAllocator(_DEFAULT_POOL))
-    stock = _stock_caches(model)
+    stock = stock_caches(model)
     formats = [format] * len(stock) if isinstance(format, (str, tuple)) else list(format)
     if len(formats) != len(stock):
         raise ValueError(f"make_prompt_cache: format must name one for each of {len(stock)} layers, got {len(formats)}")
+    pairs = [(format, format) if isinstance(format, str) else format for format in formats]
+    sets = _codebooks(model, {name for pair in pairs for name in pair}, codebooks)
     owner = storage.pool.new_owner() if owner is None else owner
-
-    def paged(cache: Any, format: Format) -> Any:
-        sliding = _sliding_window(cache)
+    caches, n_paged = [], 0
+    for cache, (keys, values) in zip(stock, pairs):
+        sliding = sliding_window(cache)
         if sliding is None:
-            return cache
-        keys, values = (format, format) if isinstance(format, str) else format
+            caches.append(cache)
+            continue
+        books = sets.get(keys, sets.get(values))
         config = PagedKVCacheConfig(
             keys,
             values,
@@ -67,28 +76,29 @@ def make_prompt_cache(
             sink=sink,
             sliding_window=sliding,
             check_finite=check_finite,
+            codebooks=books,
+            layer=n_paged if books is not None else 0,
         )
-        return PagedKVCache(storage, config, owner)
-
-    return [paged(cache, format) for cache, format in zip(stock, formats)]
-
-
-def _stock_caches(model: Any) -> list[Any]:
-    from mlx_lm.models.cache import KVCache
-
-    make_cache = getattr(type(model), "make_cache", None)
-    return make_cache(model) if make_cache is not None else [KVCache() for _ in model.layers]
+        caches.append(PagedKVCache(storage, config, owner))
+        n_paged += 1
+    return caches
 
 
-def _sliding_window(cache: Any) -> int | None:
-    """Tokens that a query of the layer sees (0: all), or None if the layer is no plain attention."""
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
+def _codebooks(model: Any, formats: set[str], given: Codebooks | None) -> dict[str, VecInferCodebooks]:
+    """The sets that the formats want, by format."""
+    from .codebooks import codebook_sets, load_codebooks
 
-    if type(cache) is KVCache:
-        return 0
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return cache.max_size
-    return None
+    wanted = sorted(name for name in formats if name.startswith("vecinfer"))
+    if not wanted:
+        return {}
+    if isinstance(given, (str, Path)):
+        given = load_codebooks(given, model)
+    if isinstance(given, VecInferCodebooks):
+        given = {given.format: given}
+    sets = dict(given) if given is not None else codebook_sets(model, wanted)
+    if missing := [name for name in wanted if name not in sets]:
+        raise ValueError(f"make_prompt_cache: codebooks are of {', '.join(sets)}, but the format is {missing[0]}")
+    return sets
 
 
 def attach(model: Any, pool: BlockPoolAllocator | PagedStorage | None = None, **options: Any) -> Any:
@@ -99,7 +109,9 @@ def attach(model: Any, pool: BlockPoolAllocator | PagedStorage | None = None, **
     """
     if not isinstance(pool, PagedStorage):
         pool = PagedStorage(pool if pool is not None else BlockPoolAllocator(_DEFAULT_POOL))
-    make_prompt_cache(model, pool, **options)
+    used = [cache.config for cache in make_prompt_cache(model, pool, **options) if isinstance(cache, PagedKVCache)]
+    sets = {config.codebooks.format: config.codebooks for config in used if config.codebooks is not None}
+    options = options | ({"codebooks": sets} if sets else {})
     _route.install()
     object.__setattr__(model, "make_cache", lambda: make_prompt_cache(model, pool, **options))
     return model

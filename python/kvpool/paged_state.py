@@ -89,11 +89,14 @@ def saved_config(state: Any) -> tuple[PagedKVCacheConfig, int, int]:
 
 
 def _found(identity: Any) -> VecInferCodebooks:
-    codebooks = _codebooks.get(identity) if isinstance(identity, str) else None
+    from .codebooks import shipped_codebooks
+
+    known = isinstance(identity, str)
+    codebooks = (_codebooks.get(identity) or shipped_codebooks(identity)) if known else None
     if codebooks is None:
         raise ValueError(
-            f"PagedKVCache: the state is coded with codebooks {identity}, which are not loaded; "
-            "make a cache with them first"
+            f"PagedKVCache: the state is coded with codebooks {identity}, which neither come with kvpool nor are "
+            "loaded; make a cache with them first"
         )
     return codebooks
 

@@ -46,7 +46,7 @@ def test_version_and_help():
     code, out, _ = kvpool("--version")
     assert code == 0 and out.startswith("kvpool ")
     code, out, _ = kvpool("--help")
-    assert code == 0 and all(command in out for command in ("generate", "compare", "convert", "info"))
+    assert code == 0 and all(command in out for command in ("generate", "compare", "convert", "calibrate", "info"))
 
 
 def test_json_holds_the_answer_and_every_figure(tiny):
@@ -195,11 +195,13 @@ def test_info_counts_bytes_a_token(tiny):
     assert code == 0
     content = json.loads(out)
     rows = {row["format"]: row for row in content["formats"]}
-    assert list(rows) == "fp32 fp16 bf16 int8 int4 int2 kivi4 kivi2 vecinfer4 vecinfer3 vecinfer2 vecinfer1".split()
+    assert list(rows) == (
+        "fp32 fp16 bf16 int8 int4 int2 kivi4 kivi2 vecinfer4 vecinfer3 vecinfer2 vecinfer1.5 vecinfer1".split()
+    )
     assert rows["fp16"]["bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     assert rows["fp16"]["tokens_in_memory"] == (1 << 20) // 256
     assert rows["int4"]["bits_per_element"] == 4 + 32 / 16
-    assert rows["fp32"]["status"] == "runs" and rows["vecinfer2"]["status"] == "planned"
+    assert rows["vecinfer1.5"]["bytes_per_token"] == 2 * 2 * 2 * 16 * 1.5 / 8
     code, out, _ = kvpool("info", tiny)
     assert code == 0 and "vecinfer1" in out and "MLX" in out
     code, _, err = kvpool("info", tiny, "--memory", "lots")

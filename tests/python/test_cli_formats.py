@@ -16,6 +16,7 @@ from tiny_models import random_model, write_gguf
 
 N_LAYERS, N_KV_HEADS, HEAD_DIM = 2, 2, 64
 PACKED = ["int8", "int4", "int2", "kivi4", "kivi2"]
+VECTORS = ["vecinfer4", "vecinfer3", "vecinfer2", "vecinfer1.5", "vecinfer1"]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +114,8 @@ def test_a_sliding_layer_needs_no_more_than_it_can_reach():
 def test_info_counts_what_the_caches_hold(tmp_path, head_dim, group_size, block_size):
     model = random_model(hidden_size=4 * head_dim, head_dim=head_dim)
     shape = inspect(write_gguf(tmp_path / "tiny.gguf", model))
-    bits = {entry.name: entry.bits for entry in formats_for(shape, group_size, block_size) if entry.runs}
-    assert list(bits) == ["fp32", "fp16", "bf16", *PACKED]
+    bits = {entry.name: entry.bits for entry in formats_for(shape, group_size, block_size)}
+    assert list(bits) == ["fp32", "fp16", "bf16", *PACKED, *VECTORS]
     n_tokens = 4 * block_size
     for name in PACKED:
         pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True))
@@ -128,14 +129,56 @@ def test_info_counts_what_the_caches_hold(tmp_path, head_dim, group_size, block_
         assert sizes[2] - sizes[1] == n_tokens * 2 * N_KV_HEADS * head_dim * bits[name] / 8
 
 
-def test_info_says_what_runs(tiny):
+def test_info_says_the_bits_of_each_format(tiny):
     code, out, _ = kvpool("info", tiny, "--json")
     assert code == 0
     rows = {row["format"]: row for row in json.loads(out)["formats"]}
-    assert all(rows[name]["status"] == "runs" for name in ["fp32", "fp16", "bf16", *PACKED])
-    assert rows["vecinfer2"]["status"] == "planned"
+    assert [rows[name]["bits_per_element"] for name in VECTORS] == [4, 3, 2, 1.5, 1]
     widths = [rows[name]["bits_per_element"] for name in PACKED]
     assert widths == [9, 5, 3, 5, 3]
     code, out, _ = kvpool("info", tiny, "--json", "--group-size", 64, "--block-size", 16)
     rows = {row["format"]: row for row in json.loads(out)["formats"]}
     assert [rows[name]["bits_per_element"] for name in PACKED] == [8.5, 4.5, 2.5, 5.25, 3.25]
+
+
+@pytest.fixture(scope="module")
+def codebooks(tiny, tmp_path_factory):
+    """Files of codebooks for the tiny model, by format."""
+    folder = tmp_path_factory.mktemp("codebooks")
+    text = folder / "text.txt"
+    text.write_text("hello world, hello wide world. " * 40)
+    bits = [word for name in VECTORS for word in ("--bits", name.removeprefix("vecinfer"))]
+    name = folder / "tiny.vecinfer{bits}.safetensors"
+    code, _, err = kvpool("calibrate", tiny, "--text", text, "--tokens", 256, "--window", 64, *bits, "-o", name)
+    assert code == 0, err
+    return {format: folder / f"tiny.{format}.safetensors" for format in VECTORS}
+
+
+@pytest.mark.parametrize("format", VECTORS)
+def test_vector_formats_hold_their_bits(tiny, codebooks, format):
+    options = ["--max-tokens", 400, "--window", 32, "--sink", 4]
+    raw = generate(tiny, *options)
+    packed = generate(tiny, *options, "--format", format, "--codebooks", codebooks[format])
+    assert packed["format"] | {"keys": format, "values": format} == packed["format"]
+    assert packed["bytes_held"] < raw["bytes_held"] * 0.4
+
+
+def test_a_vector_format_needs_codebooks_of_the_model(tiny, codebooks):
+    run = ["generate", tiny, "-p", "hello", "--format", "vecinfer2"]
+    code, out, err = kvpool(*run)
+    assert code == 1 and out == "" and "kvpool calibrate" in err
+    code, out, err = kvpool(*run, "--codebooks", codebooks["vecinfer3"])
+    assert code == 1 and out == "" and "kvpool calibrate" in err
+    code, out, err = kvpool(*run, "--codebooks", "no such file")
+    assert code == 1 and out == "" and "no such file" in err
+
+
+def test_compare_takes_codebooks(tiny, codebooks, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world, hello wide world. " * 40)
+    run = ["compare", tiny, "--text", text, "--formats", "vecinfer4,vecinfer1", "--context", 64, "--windows", 1]
+    files = ["--codebooks", codebooks["vecinfer1"], "--codebooks", codebooks["vecinfer4"]]
+    code, out, err = kvpool(*run, "--json", *files, "--no-stock", "--window", 0, "--sink", 0, "--block-size", 8, "--step", 8)
+    assert code == 0, err
+    rows = {row["cache"]: row for row in json.loads(out)["caches"]}
+    assert 0 < rows["vecinfer4"]["kl"] < rows["vecinfer1"]["kl"]

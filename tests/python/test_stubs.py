@@ -36,7 +36,7 @@ def test_the_package_is_marked_as_typed():
 
 TYPES = {
     "int", "float", "bool", "str", "None", "object",
-    "list", "dict", "tuple", "Sequence", "Iterable", "collections.deque",
+    "list", "dict", "tuple", "Sequence", "Iterable", "Callable", "collections.deque",
     "mlx.core.array", "mlx.core.Dtype", "mlx.core.Device",
 }  # fmt: skip
 

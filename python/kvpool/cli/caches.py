@@ -28,7 +28,7 @@ class PagedFormat:
     group_size: int
     hadamard: bool
 
-    def make(self, model: Module, pool: Any = None) -> list[Any]:
+    def make(self, model: Module, codebooks: dict[str, Any], pool: Any = None) -> list[Any]:
         from kvpool.mlx_lm import make_prompt_cache
 
         return make_prompt_cache(
@@ -39,6 +39,7 @@ class PagedFormat:
             sink=self.sink,
             group_size=self.group_size,
             hadamard=self.hadamard,
+            codebooks=codebooks,
         )
 
 
@@ -90,22 +91,29 @@ def pooled_caches(model: Module, options: PoolOptions, n_prompt: int, n_answer: 
 
 
 def paged_caches(
-    model: Module, options: PoolOptions, format: PagedFormat, n_prompt: int, n_answer: int, chunk: int
+    model: Module,
+    options: PoolOptions,
+    format: PagedFormat,
+    codebooks: dict[str, Any],
+    n_prompt: int,
+    n_answer: int,
+    chunk: int,
 ) -> RunCaches:
     """Caches in blocks, attended where they lie; installs the route for the rest of the process.
 
-    ``chunk``: the most tokens that are added at once. Raises typer.BadParameter for a pool that is too small.
+    ``codebooks``: sets by vecinfer format. ``chunk``: the most tokens that are added at once. Raises
+    typer.BadParameter for a pool that is too small.
     """
     from kvpool import PagedStorage
     from kvpool.mlx_lm import install
 
-    windows = [cache.config.sliding_window for cache in format.make(model) if _is_paged(cache)]
+    windows = [cache.config.sliding_window for cache in format.make(model, codebooks) if _is_paged(cache)]
     _require_layers(len(windows))
     demand = PagedDemand(options.block_size or PAGED_BLOCK, [window and window + chunk for window in windows])
     pool = make_pool(options, demand, n_prompt, n_answer)
     storage = PagedStorage(pool)
     install()
-    return RunCaches(CacheKind.paged, format.make(model, storage), pool, storage, format)
+    return RunCaches(CacheKind.paged, format.make(model, codebooks, storage), pool, storage, format)
 
 
 def _is_paged(cache: Any) -> bool:

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from .contenders import FORMATS, REFERENCE, STOCK, Contender, PagedOptions, paged_contender, stock_contenders
-from .options import DType, ModelArgument
+from .contenders import (
+    REFERENCE,
+    STOCK,
+    WITHOUT_CODEBOOKS,
+    Contender,
+    PagedOptions,
+    formats_of,
+    paged_contender,
+    stock_contenders,
+)
+from .options import CodebooksOption, DType, ModelArgument
 from .prompt import read_text
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 
 DECODE_TOKENS, DECODE_ROUNDS = 8, 5
 LEAST_LOSS = 0.001
-FAMILIES = ("int", "kivi", STOCK)
+FAMILIES = ("int", "kivi", STOCK, "vecinfer")
 
 
 def _plot_file(name: Optional[str]) -> Optional[str]:
@@ -43,7 +52,7 @@ def compare(
             help="Formats, with commas between them: F or KEYS:VALUES, then options, each after a dash: g32, g64, "
             "plain (no Hadamard transform), wN (window), sN (sink), as in int8:int4-g64-w32.",
         ),
-    ] = ",".join(FORMATS),
+    ] = ",".join(WITHOUT_CODEBOOKS),
     context_tokens: Annotated[
         int, typer.Option("--context", min=16, max=1 << 20, help="Tokens of a window; its second half counts.")
     ] = 1024,
@@ -52,6 +61,7 @@ def compare(
     window: Annotated[int, typer.Option(min=0, max=1 << 24, help="Newest tokens that stay raw.")] = 128,
     sink: Annotated[int, typer.Option(min=0, max=1 << 24, help="First tokens that stay raw.")] = 16,
     block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens a block.")] = 32,
+    codebooks: CodebooksOption = None,
     stock: Annotated[bool, typer.Option("--stock/--no-stock", help="Measure mlx_lm's own caches, too.")] = True,
     plot: Annotated[
         Optional[str], typer.Option(metavar="FILE.svg", callback=_plot_file, help="Draw loss over bytes a token.")
@@ -71,6 +81,7 @@ def compare(
         print(f"kvpool: {context.obj}", file=sys.stderr)
 
     from .. import models
+    from ..codebooks import codebook_sets
     from ..mlx_lm import install
     from .quality import windows_of
 
@@ -84,7 +95,9 @@ def compare(
         raise typer.BadParameter(f"{text}: {error}.", param_hint="'--text'") from None
     if shape.context_length and context_tokens > shape.context_length:
         print(f"kvpool: {context_tokens} tokens exceed the model's context of {shape.context_length}", file=sys.stderr)
-    contenders = [_checked(loaded, spec, block_size, PagedOptions(window, sink)) for spec in specs]
+    sets = codebook_sets(loaded, [name for spec in specs for name in formats_of(spec)], codebooks)
+    options = PagedOptions(window, sink, codebooks=sets)
+    contenders = [_checked(loaded, spec, block_size, options) for spec in specs]
     if stock:
         contenders += stock_contenders(loaded, shape.head_dim)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .options import CacheFormat
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlx.nn import Module
 
 FORMATS = tuple(format.value for format in CacheFormat)
+WITHOUT_CODEBOOKS = tuple(name for name in FORMATS if not name.startswith("vecinfer"))
 REFERENCE = "raw"
 STOCK = "mlx_lm"
 _STOCK_QUANTISED = ((8, 64), (4, 64), (4, 32), (2, 32))
@@ -33,6 +34,7 @@ class PagedOptions:
     sink: int
     group_size: int = 32
     hadamard: bool = True
+    codebooks: Mapping[str, Any] = field(default_factory=dict)
 
 
 def paged_contender(model: Module, spec: str, block_size: int, options: PagedOptions) -> Contender:
@@ -44,21 +46,26 @@ def paged_contender(model: Module, spec: str, block_size: int, options: PagedOpt
     Raises:
         ValueError: it says something else.
     """
-    formats, *words = spec.split("-")
-    keys, _, values = formats.partition(":")
-    chosen = vars(options) | dict(_option(spec, word) for word in words)
-    for name in (keys, values or keys):
-        if name not in FORMATS:
-            raise ValueError(f"{spec!r}: {name!r} is no format; allowed: {', '.join(FORMATS)}")
+    keys, values = formats_of(spec)
+    chosen = vars(options) | dict(_option(spec, word) for word in spec.split("-")[1:])
 
     def make() -> list[Any]:
         from kvpool import BlockPoolAllocator, PoolConfig
         from kvpool.mlx_lm import make_prompt_cache
 
         pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True))
-        return make_prompt_cache(model, pool, (keys, values or keys), **chosen)
+        return make_prompt_cache(model, pool, (keys, values), **chosen)
 
     return Contender(spec, True, make)
+
+
+def formats_of(spec: str) -> tuple[str, str]:
+    """The formats of keys and values that ``spec`` names. Raises ValueError if one is none."""
+    keys, _, values = spec.split("-")[0].partition(":")
+    for name in (keys, values or keys):
+        if name not in FORMATS:
+            raise ValueError(f"{spec!r}: {name!r} is no format; allowed: {', '.join(FORMATS)}")
+    return keys, values or keys
 
 
 def _option(spec: str, word: str) -> tuple[str, Any]:

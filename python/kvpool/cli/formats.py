@@ -11,11 +11,10 @@ _SCALE_AND_BIAS_BITS = 32
 
 @dataclass(frozen=True)
 class Format:
-    """A cache format for one model: mean bits an element over K and V, and whether ``generate`` runs it yet."""
+    """A cache format for one model: mean bits an element over K and V."""
 
     name: str
     bits: float
-    runs: bool
 
 
 def formats_for(model: ModelInfo, group_size: int, block_size: int) -> list[Format]:
@@ -31,10 +30,10 @@ def formats_for(model: ModelInfo, group_size: int, block_size: int) -> list[Form
         """Of codes: those of a key are whole 32-bit words, those of values are whole across 16 tokens."""
         return (32 * -(-bits * head_dim // 32) / head_dim + bits) / 2
 
-    raw = [Format(name, bits, True) for name, bits in (("fp32", 32), ("fp16", 16), ("bf16", 16))]
-    ints = [Format(f"int{bits}", packed(bits) + by_token, True) for bits in (8, 4, 2)]
-    kivis = [Format(f"kivi{bits}", packed(bits) + (by_channel + by_token) / 2, True) for bits in (4, 2)]
-    vectors = [Format(f"vecinfer{bits}", bits, False) for bits in (4, 3, 2, 1)]
+    raw = [Format(name, bits) for name, bits in (("fp32", 32), ("fp16", 16), ("bf16", 16))]
+    ints = [Format(f"int{bits}", packed(bits) + by_token) for bits in (8, 4, 2)]
+    kivis = [Format(f"kivi{bits}", packed(bits) + (by_channel + by_token) / 2) for bits in (4, 2)]
+    vectors = [Format(f"vecinfer{bits:g}", bits) for bits in (4, 3, 2, 1.5, 1)]
     return raw + ints + kivis + vectors
 
 

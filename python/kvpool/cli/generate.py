@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from ..atomic import new_file
-from .options import CacheFormat, CacheKind, DType, GroupSize, ModelArgument, finite
+from .options import CacheFormat, CacheKind, CodebooksOption, DType, GroupSize, ModelArgument, finite
 from .prompt import encode_prompt, read_prompt
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def generate(
     hadamard: Annotated[
         bool, typer.Option("--hadamard/--no-hadamard", help="Store int formats and kivi's values after a Hadamard transform.")
     ] = True,
+    codebooks: CodebooksOption = None,
     block_size: Annotated[
         Optional[int],
         typer.Option(min=1, max=1 << 20, help="Tokens a block. Default: 32, pooled 16.", show_default=False),
@@ -121,6 +122,7 @@ def generate(
         _note(context.obj)
 
     from .. import models
+    from ..codebooks import codebook_sets
     from .answer import PREFILL_CHUNK, Answer, report_on
     from .caches import PagedFormat, paged_caches, pooled_caches, stock_caches
     from .pool_plan import PoolOptions
@@ -138,8 +140,9 @@ def generate(
         caches = pooled_caches(loaded, options, len(tokens), max_tokens)
     else:
         keys, values = (key_format or format).value, (value_format or format).value
+        sets = codebook_sets(loaded, [keys, values], codebooks)
         paged = PagedFormat(keys, values, window, sink, int(group_size.value), hadamard)
-        caches = paged_caches(loaded, options, paged, len(tokens), max_tokens, PREFILL_CHUNK)
+        caches = paged_caches(loaded, options, paged, sets, len(tokens), max_tokens, PREFILL_CHUNK)
     if seed is not None:
         _seed(seed)
 

@@ -49,7 +49,7 @@ def info(
     else:
         _print_tables(runtime, shape, budget, rows)
         if rows:
-            print(counted, "Planned: generate does not run it yet.")
+            print(counted)
 
 
 def _rows(shape: ModelInfo, group_size: int, block_size: int, budget: int) -> list[dict[str, Any]]:
@@ -61,7 +61,6 @@ def _rows(shape: ModelInfo, group_size: int, block_size: int, budget: int) -> li
         rows.append(
             {
                 "format": entry.name,
-                "status": "runs" if entry.runs else "planned",
                 "bits_per_element": entry.bits,
                 "bytes_per_token": bytes_per_token,
                 "tokens_in_memory": int(budget / bytes_per_token),
@@ -121,9 +120,9 @@ def _print_tables(runtime: dict[str, str], shape: ModelInfo, budget: int, rows: 
     if shape.n_cache_layers < shape.n_layers:
         console.print(f"{shape.n_cache_layers} of the layers keep every token; the others are not counted.")
     table = Table()
-    columns = ("format", "bits", "bytes a token", f"tokens in {show_bytes(budget)}", "of fp16", "status")
+    columns = ("format", "bits", "bytes a token", f"tokens in {show_bytes(budget)}", "of fp16")
     for title in columns:
-        table.add_column(title, justify="left" if title in ("format", "status") else "right")
+        table.add_column(title, justify="left" if title == "format" else "right")
     for row in rows:
         table.add_row(
             row["format"],
@@ -131,6 +130,5 @@ def _print_tables(runtime: dict[str, str], shape: ModelInfo, budget: int, rows: 
             f"{row['bytes_per_token']:,.0f}",
             f"{row['tokens_in_memory']:,}",
             f"{row['relative_to_fp16']:.0%}",
-            row["status"],
         )
     console.print(table)

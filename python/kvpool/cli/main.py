@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import blas
+from .calibrate import calibrate
 from .compare import compare
 from .convert import convert
 from .generate import generate
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(compare)
 app.command()(convert)
+app.command()(calibrate)
 app.command()(info)
 
 
@@ -51,7 +53,8 @@ def run() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     arguments = sys.argv[1:]
     try:
-        wants_blas = arguments[:1] in (["generate"], ["compare"]) and not {"--no-blas", "--help"} & set(arguments)
+        runs_a_model = arguments[:1] in (["generate"], ["compare"], ["calibrate"])
+        wants_blas = runs_a_model and not {"--no-blas", "--help"} & set(arguments)
         app(prog_name="kvpool", obj=blas.use_openblas() if wants_blas else None)
     except KeyboardInterrupt:
         sys.exit(130)

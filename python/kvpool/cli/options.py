@@ -28,6 +28,11 @@ class CacheFormat(str, Enum):
     int2 = "int2"
     kivi4 = "kivi4"
     kivi2 = "kivi2"
+    vecinfer4 = "vecinfer4"
+    vecinfer3 = "vecinfer3"
+    vecinfer2 = "vecinfer2"
+    vecinfer1_5 = "vecinfer1.5"
+    vecinfer1 = "vecinfer1"
 
 
 class GroupSize(str, Enum):
@@ -46,5 +51,14 @@ ModelArgument = Annotated[
     Optional[str],
     typer.Argument(
         metavar="MODEL", help="A GGUF file or an mlx_lm folder. Default: SmolLM2-135M-Instruct, fetched once."
+    ),
+]
+
+CodebooksOption = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        metavar="FILE",
+        help="Codebooks of a vecinfer format, made by kvpool calibrate; may be repeated. Default: those that come with "
+        "kvpool for the model.",
     ),
 ]
