@@ -24,6 +24,8 @@ namespace mx = mlx::core;
 namespace kvpool {
 namespace {
 
+constexpr float kLargestHalf = 65504.0F;
+
 /// Points of a codebook, at most: more change no digit of a result.
 constexpr std::size_t kMaxPoints = std::size_t{1} << 17;
 /// Codebooks of 12-bit codes that a set has unless more are asked for, so that it stays under 1 MB.
@@ -282,7 +284,8 @@ void VecInferCalibrator::observe(std::int64_t layer, const mx::array& queries,
   const mx::array v = fp32(values);
   const mx::array q = fp32(queries);
   for (const mx::array* array : {&q, &k, &v}) {
-    if (!codec::encodable({array->data<float>(), array->size()})) {
+    const std::span elements(array->data<float>(), array->size());
+    if (!std::ranges::all_of(elements, [](float x) { return std::fabs(x) <= kLargestHalf; })) {
       refuse("queries, keys and values must be finite and fit fp16; those of layer ", layer,
              " do not");
     }
