@@ -17,5 +17,6 @@ void bind_pool_backed_kv_cache(nb::module_& m);
 void bind_paged_kv_cache(nb::module_& m);
 void bind_vecinfer_codebooks(nb::module_& m);
 void bind_vecinfer_calibrator(nb::module_& m);
+void bind_vecinfer_kv_cache(nb::module_& m);
 
 }  // namespace kvpool::bindings

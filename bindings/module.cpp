@@ -14,4 +14,5 @@ NB_MODULE(_core, m) {
   bind_vecinfer_calibrator(m);
   bind_paged_kv_cache(m);
   bind_kv_cache(m);
+  bind_vecinfer_kv_cache(m);
 }

@@ -33,10 +33,12 @@ from ._core import (  # noqa: E402
 )
 from .paged_cache import BatchPagedKVCache, PagedKVCache  # noqa: E402
 from .pool_backed_cache import PoolBackedKVCache, build_pooled_caches  # noqa: E402
+from .vecinfer_cache import VecInferKVCache  # noqa: E402
 
 _mlx_lm_registry.register(PoolBackedKVCache)
 _mlx_lm_registry.register(PagedKVCache)
 _mlx_lm_registry.register(BatchPagedKVCache)
+_mlx_lm_registry.register(VecInferKVCache)
 
 __all__ = [
     "__version__",
@@ -66,5 +68,6 @@ __all__ = [
     "VecInferCalibration",
     "VecInferCalibrator",
     "VecInferCodebooks",
+    "VecInferKVCache",
     "VecInferStream",
 ]

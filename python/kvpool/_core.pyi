@@ -893,3 +893,32 @@ class KVCacheBuilder:
 
     def build(self) -> KVCache:
         """As KVCacheFactory.create()."""
+
+class VecInferBytes:
+    """What VecInfer's codes of a cache's tokens come to, by arithmetic."""
+
+    @property
+    def compressed_key(self) -> int: ...
+
+    @property
+    def fp16_key(self) -> int: ...
+
+    @property
+    def compressed_value(self) -> int: ...
+
+    @property
+    def fp16_value(self) -> int: ...
+
+    @property
+    def codebooks(self) -> int: ...
+
+    @property
+    def assigned_avg_bits(self) -> float: ...
+
+def vecinfer_bytes(cache: PagedKVCacheCore) -> VecInferBytes:
+    """Raises ValueError if the cache's formats are not vecinfer ones."""
+
+def vecinfer_cache_config(config: KVCacheConfig, n_kv_heads: int, layer: int = 0) -> PagedKVCacheConfig:
+    """
+    The formats, window, sink and codebooks of a KVCacheConfig as a paged cache takes them.
+    """

@@ -212,12 +212,16 @@ class PagedKVCache(_Paged):
     def from_state(cls, state: Any) -> PagedKVCache:
         """A cache with the saved state and a growing pool of its own."""
         config, block_size, _ = saved_config(state)
-        cache = cls(_growing_storage(block_size), config)
+        cache = cls._on(_growing_storage(block_size), config)
         cache.state = state
         return cache
 
+    @classmethod
+    def _on(cls, storage: PagedStorage, config: PagedKVCacheConfig) -> PagedKVCache:
+        return cls(storage, config)
+
     def __deepcopy__(self, memo: dict) -> PagedKVCache:
-        fork = PagedKVCache.__new__(PagedKVCache)
+        fork = type(self).__new__(type(self))
         owners = _forked_owners(memo, self.storage, self.owners)
         PagedKVCacheCore.__init__(fork, self.storage, self.config, [])
         fork._fork_rows(self, list(range(self.n_rows)), owners)

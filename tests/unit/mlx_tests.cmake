@@ -14,7 +14,8 @@ kvpool_test(cache_test kvpool::kvpool
   cache/kv_cache_builder_test.cpp
   cache/pool_backed_kv_cache_test.cpp
   cache/pooled_kv_cache_test.cpp
-  cache/standalone_kv_cache_test.cpp)
+  cache/standalone_kv_cache_test.cpp
+  cache/vecinfer_kv_cache_test.cpp)
 target_include_directories(cache_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
 
 kvpool_test(paged_test kvpool::kvpool
