@@ -26,7 +26,11 @@ struct alignas(32) BlockEntry {
   /// read.
   std::int32_t first_token = 0;
   std::int32_t end_token = 0;
-  std::int64_t reserved = 0;
+  // What decode attention does not ask: the position of token 0, and which of the two is sealed.
+  std::int32_t position = 0;
+  std::uint8_t keys_sealed = 0;
+  std::uint8_t values_sealed = 0;
+  bool operator==(const BlockEntry&) const = default;
 };
 
 /// One sequence: a run of raw and a run of sealed entries. Scores have no order, so that sinks,
@@ -76,6 +80,9 @@ struct DecodeParams {
   const float* key_scale;
   const void* value_codebook;
   int codebook_per_head;
+  /// Whether sealed values are stored after codec::hadamard(); `out` is then transformed, too, and
+  /// should be fp32 for what undoes it. Formats int8, int4 and int2.
+  int turned_values;
   /// (n_sequences, n_heads, head_dim).
   void* out;
   /// workspace_bytes(), zero at first use; each launch leaves it fit for the next of the same
