@@ -13,6 +13,9 @@
 /// Tasks of one launch must not overlap.
 namespace kvpool::cuda {
 
+/// Whether the kernels were built for the device in use.
+bool run_here() noexcept;
+
 template <class Params>
 struct Launch {
   const void* function = nullptr;
@@ -88,7 +91,7 @@ Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& 
 /// Entry k goes to blocks[places[k]], sequence k to sequences[first_sequence + k], likewise
 /// cost_before.
 inline constexpr int kTableEntries = 64;
-inline constexpr int kTableSequences = 64;
+inline constexpr int kTableSequences = 32;
 struct PrepareParams {
   BlockEntry entries[kTableEntries];
   std::int32_t places[kTableEntries];

@@ -31,6 +31,11 @@ __global__ void copy_kernel(const __grid_constant__ CopyParams p) {
 
 }  // namespace
 
+bool run_here() noexcept {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, copy_kernel) == cudaSuccess;
+}
+
 Launch<CopyParams> copy(const CopyTask* tasks, int n_tasks) {
   Launch<CopyParams> launch;
   launch.function = reinterpret_cast<const void*>(&copy_kernel);

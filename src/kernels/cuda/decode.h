@@ -52,6 +52,9 @@ struct Geometry {
   Element raw = Element::kBf16;
 };
 
+/// Whether there is a kernel for the geometry. The number of query heads does not matter.
+bool decodes(const Geometry& geometry) noexcept;
+
 /// Bytes of one KV head's part of a block.
 std::size_t raw_part_bytes(const Geometry& geometry) noexcept;
 std::size_t sealed_key_bytes(const Geometry& geometry) noexcept;

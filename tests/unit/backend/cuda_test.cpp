@@ -1,0 +1,262 @@
+// The CUDA backend beside the CPU's kernels: the same calls on both, the same results.
+#include <gtest/gtest.h>
+#include <mlx/mlx.h>
+
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "kvpool/paged_kv_cache.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool {
+namespace {
+
+constexpr int kKvHeads = 2;
+
+struct Case {
+  std::string keys, values;
+  mx::Dtype dtype;
+  int head_dim, value_dim;
+  int block_size;
+  int group_size = 32;
+  int n_heads = 8;
+  bool hadamard = true;
+};
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << c.keys << "/" << c.values << " " << c.dtype << " D" << c.head_dim << "/"
+             << c.value_dim << " block " << c.block_size << " group " << c.group_size << " heads "
+             << c.n_heads << (c.hadamard ? "" : " plain");
+}
+
+class OnDevice {
+ public:
+  explicit OnDevice(mx::Device device) : before_(mx::default_device()) {
+    mx::set_default_device(device);
+  }
+  ~OnDevice() { mx::set_default_device(before_); }
+
+ private:
+  mx::Device before_;
+};
+
+/// One cache on each device.
+class Pair {
+ public:
+  explicit Pair(const Case& c, std::int64_t sliding = 0, int n_rows = 2) {
+    PagedKVCacheConfig config;
+    config.key_format = c.keys;
+    config.value_format = c.values;
+    config.group_size = c.group_size;
+    config.hadamard = c.hadamard;
+    config.window = 40;
+    config.sink = 16;
+    config.sliding_window = sliding;
+    std::vector<Owner> owners;
+    for (int i = 0; i < n_rows; ++i) owners.push_back(static_cast<Owner>(i + 1));
+    for (int i = 0; i < 2; ++i) {
+      const OnDevice device(kDevices[i]);
+      PoolConfig pool;
+      pool.block_size = c.block_size;
+      pool.grow_on_exhaustion = true;
+      storages_[i] = std::make_shared<PagedStorage>(std::make_shared<BlockPoolAllocator>(pool));
+      caches_[i] = std::make_unique<PagedKVCache>(storages_[i], config, owners);
+    }
+    EXPECT_EQ(storages_[1]->level(), "cuda");
+    EXPECT_NE(storages_[0]->level(), "cuda");
+  }
+
+  /// Does the same on both.
+  template <typename Do>
+  void both(Do act) {
+    for (int i = 0; i < 2; ++i) {
+      const OnDevice device(kDevices[i]);
+      act(*caches_[i]);
+    }
+  }
+  PagedKVCache& cpu() { return *caches_[0]; }
+  PagedKVCache& gpu() { return *caches_[1]; }
+
+  inline static const mx::Device kDevices[] = {mx::Device::cpu, mx::Device::gpu};
+
+ private:
+  std::shared_ptr<PagedStorage> storages_[2];
+  std::unique_ptr<PagedKVCache> caches_[2];
+};
+
+double epsilon(mx::Dtype dtype) {
+  return dtype == mx::float32 ? 1e-5 : dtype == mx::float16 ? 1.0 / 1024 : 1.0 / 128;
+}
+
+mx::array random(const mx::Shape& shape, mx::Dtype dtype, int seed) {
+  const OnDevice device(mx::Device::cpu);
+  // Channels of different size, and a few large ones, as keys have.
+  const mx::array scale = mx::exp(mx::random::normal(
+      {shape.back()}, mx::float32, 0.0F, 1.0F, mx::random::key(static_cast<std::uint64_t>(seed))));
+  mx::array rows =
+      mx::astype(scale * mx::random::normal(shape, mx::float32, 0.0F, 1.0F,
+                                            mx::random::key(static_cast<std::uint64_t>(seed) + 1)),
+                 dtype);
+  rows.eval();
+  return rows;
+}
+
+class Cuda : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    if (!mx::is_available(mx::Device::gpu)) GTEST_SKIP() << "no GPU here";
+  }
+
+  std::pair<mx::array, mx::array> rows(int n_rows, int n_tokens, int seed) const {
+    const Case& c = GetParam();
+    return {random({n_rows, kKvHeads, n_tokens, c.head_dim}, c.dtype, seed),
+            random({n_rows, kKvHeads, n_tokens, c.value_dim}, c.dtype, seed + 50)};
+  }
+  mx::array queries(int n_rows, int n, int seed) const {
+    const Case& c = GetParam();
+    return random({n_rows, c.n_heads, n, c.head_dim}, c.dtype, seed);
+  }
+  void append(Pair& pair, int n_rows, int n_tokens, int seed, std::vector<std::int64_t> first = {},
+              std::vector<std::int64_t> count = {}) const {
+    const auto [k, v] = rows(n_rows, n_tokens, seed);
+    pair.both([&, k = k, v = v](PagedKVCache& cache) { cache.append(k, v, first, count); });
+  }
+
+  static void near(const mx::array& cpu, const mx::array& gpu, double tolerance, const char* what) {
+    mx::eval(cpu, gpu);
+    const OnDevice device(mx::Device::cpu);
+    ASSERT_EQ(cpu.shape(), gpu.shape());
+    const mx::array a = mx::astype(cpu, mx::float32);
+    const mx::array b = mx::astype(gpu, mx::float32);
+    const float largest = mx::max(mx::abs(a)).item<float>();
+    const float off = mx::max(mx::abs(a - b)).item<float>();
+    EXPECT_TRUE(off <= tolerance * largest) << what << ": " << off << " of " << largest;
+  }
+  /// Rows as they decode: equal but for the rounding to the type, and biases near zero.
+  void same_rows(Pair& pair) const {
+    std::vector<mx::array> keys, values;
+    pair.both([&](PagedKVCache& cache) {
+      const auto [k, v] = cache.fetch();
+      mx::eval(k, v);
+      keys.push_back(k);
+      values.push_back(v);
+    });
+    near(keys[0], keys[1], epsilon(GetParam().dtype), "keys");
+    near(values[0], values[1], epsilon(GetParam().dtype), "values");
+  }
+  void same_attention(Pair& pair, int n_rows, int n, int seed, std::int64_t window = 0,
+                      float soft_cap = 0.0F, const std::optional<mx::array>& sinks = {},
+                      const std::optional<mx::array>& mask = {}) const {
+    const mx::array q = queries(n_rows, n, seed);
+    std::vector<mx::array> results;
+    pair.both([&](PagedKVCache& cache) {
+      results.push_back(
+          cache.attend(q, 0.05F, {mask ? false : true, mask}, sinks, window, soft_cap));
+      results.back().eval();
+    });
+    near(results[0], results[1], 2 * epsilon(GetParam().dtype) + 1e-4,
+         n == 1 ? "decode" : "prefill");
+  }
+};
+
+TEST_P(Cuda, PromptsThenTokens) {
+  Pair pair(GetParam());
+  append(pair, 2, 150, 1);
+  same_attention(pair, 2, 150, 7);
+  append(pair, 2, 100, 2, {0, 60}, {100, 40});
+  same_attention(pair, 2, 100, 8);
+  for (int step = 0; step < 70; ++step) {
+    append(pair, 2, 1, 100 + step);
+    if (step % 23 == 0 || step > 66) same_attention(pair, 2, 1, 300 + step);
+  }
+  same_rows(pair);
+}
+
+TEST_P(Cuda, ForksAndTrims) {
+  Pair pair(GetParam(), 0, 1);
+  append(pair, 1, 117, 1);
+  Pair fork(GetParam(), 0, 1);
+  pair.both([](PagedKVCache& cache) { EXPECT_EQ(cache.trim(9), 9); });
+  append(pair, 1, 3, 2);
+  same_attention(pair, 1, 1, 3);
+  for (PagedKVCache* cache : {&pair.cpu(), &pair.gpu()}) {
+    const OnDevice device(cache == &pair.cpu() ? mx::Device::cpu : mx::Device::gpu);
+    PagedKVCache other(cache->storage(), cache->config(), {});
+    other.fork_rows(*cache, std::vector<std::int64_t>{0}, std::vector<Owner>{9});
+    const auto [k, v] = rows(1, 5, 4);
+    const auto [k2, v2] = rows(1, 80, 5);
+    other.append(k2, v2);
+    cache->append(k, v);
+    mx::eval(other.fetch().first);
+  }
+  same_rows(pair);
+  same_attention(pair, 1, 1, 6);
+}
+
+TEST_P(Cuda, AnImageOfOneDeviceIsOneOfTheOther) {
+  Pair pair(GetParam(), 0, 1);
+  append(pair, 1, 171, 1);
+  append(pair, 1, 1, 2);
+  for (const bool from_gpu : {true, false}) {
+    PagedKVCache& from = from_gpu ? pair.gpu() : pair.cpu();
+    PagedKVCache& to = from_gpu ? pair.cpu() : pair.gpu();
+    std::optional<PagedRowImage> image;
+    {
+      const OnDevice device(from_gpu ? mx::Device::gpu : mx::Device::cpu);
+      image = from.save_row(0);
+      mx::eval(image->keys, image->values);
+    }
+    const OnDevice device(from_gpu ? mx::Device::cpu : mx::Device::gpu);
+    to.load_row(0, *image);
+    same_rows(pair);
+    same_attention(pair, 1, 1, 3);
+  }
+}
+
+TEST_P(Cuda, WindowsCapsSinksAndMasks) {
+  const Case& c = GetParam();
+  const mx::array sinks = random({c.n_heads}, mx::float32, 90);
+  Pair pair(c);
+  append(pair, 2, 130, 1);
+  for (const int n : {1, 37}) {
+    same_attention(pair, 2, n, 3, 33);
+    same_attention(pair, 2, n, 4, 0, 2.0F, sinks);
+    const mx::array scores = random({2, 1, n, 130}, mx::float32, 91);
+    same_attention(pair, 2, n, 5, 0, 0.0F, {}, scores);
+    mx::array seen = mx::greater(scores, mx::array(0.0F), mx::Device::cpu);
+    seen.eval();
+    same_attention(pair, 2, n, 6, 0, 0.0F, {}, seen);
+    append(pair, 2, 1, 8);
+    pair.both([](PagedKVCache& cache) { cache.trim(1); });
+  }
+  Pair sliding(c, 50);
+  append(sliding, 2, 130, 1);
+  for (int step = 0; step < 20; ++step) {
+    append(sliding, 2, 1, 20 + step);
+    same_attention(sliding, 2, 1, 60 + step);
+  }
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const char* format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2"}) {
+    all.push_back({format, format, mx::bfloat16, 128, 128, 32});
+    all.push_back({format, format, mx::float16, 64, 64, 32, 64, 6});
+    all.push_back({format, format, mx::bfloat16, 128, 128, 64, 64, 14, false});
+    all.push_back({format, format, mx::float32, 128, 128, 16});
+    all.push_back({format, format, mx::float16, 80, 80, 16});
+    all.push_back({format, format, mx::bfloat16, 256, 256, 24, 64, 2});
+    all.push_back({format, format, mx::float16, 96, 40, 32});
+  }
+  all.push_back({"int8", "int4", mx::bfloat16, 128, 128, 32});
+  all.push_back({"kivi2", "raw", mx::float16, 64, 64, 32});
+  all.push_back({"raw", "int4", mx::bfloat16, 128, 128, 16});
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Formats, Cuda, ::testing::ValuesIn(cases()));
+
+}  // namespace
+}  // namespace kvpool
