@@ -62,6 +62,10 @@ class SegmentList {
   /// Memory made since the last call, which may not be ready, and memory given back, which ops
   /// before may still use.
   std::vector<mlx::core::array> take_changes() noexcept { return std::exchange(changes_, {}); }
+  /// Forgets those that are ready, when no op is under way.
+  void drop_changes() {
+    std::erase_if(changes_, [](const mlx::core::array& memory) { return memory.is_available(); });
+  }
 
  private:
   struct SizeClass {

@@ -85,13 +85,10 @@ class AttendOp final : public CudaOp {
     } else {
       out.set_data(mx::allocator::malloc(out.nbytes()));
     }
-    if (out.size() == 0) {
-      outputs[0].copy_shared_buffer(inputs[0]);
-      return;
-    }
     KernelQueue kernels = extend(inputs, outputs);
     std::byte* const scratch = device_address(inputs[3]);
     prepare(kernels, device_address(queries), device_address(inputs[2]), scratch);
+    if (out.size() == 0) return;
     if (work_->decode) {
       decode(kernels, inputs, out);
     } else {
@@ -114,7 +111,7 @@ class AttendOp final : public CudaOp {
     p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
     p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
     p.to_query_positions = at<std::int64_t>(scratch, w.plan.positions);
-    if (w.decode && w.turned) {
+    if (w.decode && w.turned) {  // Then there are queries.
       p.queries = queries;
       p.query_type = w.params.type;
       p.n_rows = w.params.n_sequences * w.params.n_heads;
@@ -222,7 +219,7 @@ bool sees_all(const AttendRow& row, const Visibility& visibility) {
 
 void CudaBackend::update_tables(std::span<const AttendRow> rows, TableUpdates& updates,
                                 std::vector<const BlockTable*>& tables) {
-  constexpr std::int32_t kFirstEntries = 1 << 14;
+  constexpr std::int32_t kFirstEntries = 1 << 12;
   if (arena_ == nullptr) arena_ = std::make_shared<TableArena>(kFirstEntries);
   for (std::size_t i = 0; i < rows.size();) {
     std::shared_ptr<void>& attachment = rows[i].sequence->attachment();

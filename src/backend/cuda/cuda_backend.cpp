@@ -18,16 +18,21 @@ mx::Stream gpu_stream() {
   return current.device == mx::Device::gpu ? current : mx::default_stream(mx::Device::gpu);
 }
 
-DevicePlaces::DevicePlaces() : places_(SegmentList::MakeMemory(device_bytes)) {}
+DevicePlaces::DevicePlaces(std::function<std::optional<mx::array>()> latest)
+    : latest_(std::move(latest)), places_(SegmentList::MakeMemory(device_bytes)) {}
 
 Place DevicePlaces::take(std::size_t bytes) {
   const std::lock_guard guard(mutex_);
   return places_.take(bytes);
 }
 
-void DevicePlaces::give_back(const Place& place) noexcept {
+void DevicePlaces::give_back(const Place& place) {
+  const std::optional<mx::array> latest = latest_();
+  const bool idle = !latest || latest->is_available();
   const std::lock_guard guard(mutex_);
   places_.give_back(place);
+  // What no op uses any more goes at once, the rest after the next op.
+  if (idle) places_.drop_changes();
 }
 
 std::size_t DevicePlaces::resident_bytes() const {
@@ -101,11 +106,23 @@ DeviceFormat device_format(const LayerFormat& format) {
 
 std::shared_ptr<Backend> make_cuda_backend() {
   if (!mx::cu::is_available() || !cuda::run_here()) return nullptr;
-  return std::make_shared<CudaBackend>();
+  return CudaBackend::make();
 }
 
-CudaBackend::CudaBackend()
-    : places_(std::make_shared<DevicePlaces>()), chain_(first_link(places_)) {}
+std::shared_ptr<CudaBackend> CudaBackend::make() {
+  // The places outlive the backend while kernels run.
+  const auto self = std::make_shared<std::weak_ptr<CudaBackend>>();
+  auto places = std::make_shared<DevicePlaces>([self]() -> std::optional<mx::array> {
+    const auto backend = self->lock();
+    return backend == nullptr ? std::nullopt : std::optional(backend->pending());
+  });
+  std::shared_ptr<CudaBackend> backend(new CudaBackend(std::move(places)));
+  *self = backend;
+  return backend;
+}
+
+CudaBackend::CudaBackend(std::shared_ptr<DevicePlaces> places)
+    : places_(std::move(places)), chain_(first_link(places_)) {}
 
 std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes) {
   const Place place = places_->take(bytes);

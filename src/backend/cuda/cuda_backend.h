@@ -4,6 +4,7 @@
 #include <mlx/stream.h>
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,15 +22,17 @@ namespace kvpool::detail {
 /// The places of a backend's blocks. They outlive the backend for as long as kernels run on them.
 class DevicePlaces {
  public:
-  DevicePlaces();
+  /// @param latest  gives the last op on them; nothing once no more will come.
+  explicit DevicePlaces(std::function<std::optional<mlx::core::array>()> latest);
 
   Place take(std::size_t bytes);
-  void give_back(const Place& place) noexcept;
+  void give_back(const Place& place);
   std::size_t resident_bytes() const;
   /// What the next op must take as inputs.
   std::vector<mlx::core::array> take_changes();
 
  private:
+  const std::function<std::optional<mlx::core::array>()> latest_;
   mutable std::mutex mutex_;
   SegmentList places_;
 };
@@ -70,7 +73,7 @@ class CudaBackend final : public Backend,
                           public BlockMemory,
                           public std::enable_shared_from_this<CudaBackend> {
  public:
-  CudaBackend();
+  static std::shared_ptr<CudaBackend> make();
 
   std::string_view level() const override { return "cuda"; }
   std::shared_ptr<BlockMemory> memory_for_cache() override { return shared_from_this(); }
@@ -90,6 +93,8 @@ class CudaBackend final : public Backend,
                    const mlx::core::array& keys, const mlx::core::array& values) override;
 
  private:
+  explicit CudaBackend(std::shared_ptr<DevicePlaces> places);
+
   template <typename MakeOp>
   void extend_chain(MakeOp make_op) {
     const std::lock_guard guard(chain_mutex_);

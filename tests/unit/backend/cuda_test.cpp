@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <mlx/mlx.h>
 
+#include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -87,6 +89,14 @@ class Pair {
   std::unique_ptr<PagedKVCache> caches_[2];
 };
 
+struct See {
+  std::int64_t window = 0;
+  float soft_cap = 0.0F;
+  std::optional<mx::array> sinks = {}, mask = {};
+};
+
+constexpr float kScale = 0.02F;
+
 double epsilon(mx::Dtype dtype) {
   return dtype == mx::float32 ? 1e-5 : dtype == mx::float16 ? 1.0 / 1024 : 1.0 / 128;
 }
@@ -147,17 +157,74 @@ class Cuda : public ::testing::TestWithParam<Case> {
     near(keys[0], keys[1], epsilon(GetParam().dtype), "keys");
     near(values[0], values[1], epsilon(GetParam().dtype), "values");
   }
-  void same_attention(Pair& pair, int n_rows, int n, int seed, std::int64_t window = 0,
-                      float soft_cap = 0.0F, const std::optional<mx::array>& sinks = {},
-                      const std::optional<mx::array>& mask = {}) const {
-    const mx::array q = queries(n_rows, n, seed);
+  /// What attention over the rows as the CPU decodes them gives, in fp32.
+  mx::array expected(PagedKVCache& cache, const mx::array& queries, const See& see,
+                     const std::vector<std::int64_t>& positions) const {
+    const OnDevice device(mx::Device::cpu);
+    const auto [all_keys, all_values] = cache.fetch();
+    const int group = queries.shape(1) / kKvHeads;
+    const int n = queries.shape(2);
     std::vector<mx::array> results;
-    pair.both([&](PagedKVCache& cache) {
-      results.push_back(
-          cache.attend(q, 0.05F, {mask ? false : true, mask}, sinks, window, soft_cap));
-      results.back().eval();
-    });
-    near(results[0], results[1], 2 * epsilon(GetParam().dtype) + 1e-4,
+    for (int row = 0; row < queries.shape(0); ++row) {
+      const auto length = static_cast<int>(cache.lengths()[static_cast<std::size_t>(row)]);
+      const int longest = all_keys.shape(2);
+      const auto tokens = [&](const mx::array& a) {
+        const mx::array own = mx::slice(a, {row, 0, longest - std::min(length, longest), 0},
+                                        {row + 1, kKvHeads, longest, a.shape(3)});
+        return mx::repeat(mx::astype(own, mx::float32), group, 1);
+      };
+      const mx::array keys = tokens(all_keys);
+      const mx::array q = mx::astype(
+          mx::slice(queries, {row, 0, 0, 0}, {row + 1, queries.shape(1), n, queries.shape(3)}),
+          mx::float32);
+      mx::array scores = kScale * mx::matmul(q, mx::swapaxes(keys, 2, 3));
+      if (see.soft_cap > 0) scores = see.soft_cap * mx::tanh(scores / see.soft_cap);
+      const int first = length - keys.shape(2);
+      const mx::array key_at = mx::reshape(mx::arange(first, length), {1, -1});
+      const auto position = static_cast<int>(positions[static_cast<std::size_t>(row)]);
+      const mx::array query_at = mx::reshape(mx::arange(position, position + n), {-1, 1});
+      const mx::array never(-std::numeric_limits<float>::infinity());
+      if (see.mask) {
+        const mx::array mask = mx::slice(*see.mask, {row, 0, 0, 0}, {row + 1, 1, n, length});
+        scores = mask.dtype() == mx::bool_ ? mx::where(mask, scores, never) : scores + mask;
+      } else {
+        scores = mx::where(mx::less_equal(key_at, query_at), scores, never);
+      }
+      if (see.window > 0) {
+        scores =
+            mx::where(mx::greater(key_at, query_at - static_cast<int>(see.window)), scores, never);
+      }
+      if (see.sinks) {
+        const mx::array sinks =
+            mx::broadcast_to(mx::reshape(*see.sinks, {1, -1, 1, 1}), {1, queries.shape(1), n, 1});
+        scores = mx::concatenate({scores, sinks}, 3);
+      }
+      mx::array weights = mx::softmax(scores, -1, true);
+      weights = mx::where(mx::isnan(weights), mx::array(0.0F), weights);  // Sees nothing.
+      weights = mx::slice(weights, {0, 0, 0, 0}, {1, queries.shape(1), n, keys.shape(2)});
+      results.push_back(mx::matmul(weights, tokens(all_values)));
+    }
+    mx::array result = mx::concatenate(results, 0);
+    result.eval();
+    return result;
+  }
+  /// Attention of the tokens appended last, which stand at `positions` on, or at each row's end.
+  void right_attention(Pair& pair, int n_rows, int n, int seed, const See& see = {},
+                       std::vector<std::int64_t> positions = {}) const {
+    const mx::array q = queries(n_rows, n, seed);
+    if (positions.empty()) {
+      positions = pair.cpu().lengths();
+      for (std::int64_t& position : positions) position -= n;
+    }
+    std::optional<mx::array> got;
+    {
+      const OnDevice device(mx::Device::gpu);
+      got =
+          pair.gpu().attend(q, kScale, {!see.mask, see.mask}, see.sinks, see.window, see.soft_cap);
+      got->eval();
+    }
+    near(expected(pair.cpu(), q, see, positions), *got,
+         2 * (GetParam().dtype == mx::float32 ? 1e-5 : epsilon(GetParam().dtype)),
          n == 1 ? "decode" : "prefill");
   }
 };
@@ -165,12 +232,12 @@ class Cuda : public ::testing::TestWithParam<Case> {
 TEST_P(Cuda, PromptsThenTokens) {
   Pair pair(GetParam());
   append(pair, 2, 150, 1);
-  same_attention(pair, 2, 150, 7);
+  right_attention(pair, 2, 150, 7);
   append(pair, 2, 100, 2, {0, 60}, {100, 40});
-  same_attention(pair, 2, 100, 8);
+  right_attention(pair, 2, 100, 8, {}, {150, 90});
   for (int step = 0; step < 70; ++step) {
     append(pair, 2, 1, 100 + step);
-    if (step % 23 == 0 || step > 66) same_attention(pair, 2, 1, 300 + step);
+    if (step % 23 == 0 || step > 66) right_attention(pair, 2, 1, 300 + step);
   }
   same_rows(pair);
 }
@@ -178,22 +245,32 @@ TEST_P(Cuda, PromptsThenTokens) {
 TEST_P(Cuda, ForksAndTrims) {
   Pair pair(GetParam(), 0, 1);
   append(pair, 1, 117, 1);
-  Pair fork(GetParam(), 0, 1);
   pair.both([](PagedKVCache& cache) { EXPECT_EQ(cache.trim(9), 9); });
   append(pair, 1, 3, 2);
-  same_attention(pair, 1, 1, 3);
-  for (PagedKVCache* cache : {&pair.cpu(), &pair.gpu()}) {
-    const OnDevice device(cache == &pair.cpu() ? mx::Device::cpu : mx::Device::gpu);
-    PagedKVCache other(cache->storage(), cache->config(), {});
-    other.fork_rows(*cache, std::vector<std::int64_t>{0}, std::vector<Owner>{9});
-    const auto [k, v] = rows(1, 5, 4);
-    const auto [k2, v2] = rows(1, 80, 5);
+  right_attention(pair, 1, 3, 3);
+  // Two forks write over what they share, unseen by each other.
+  const auto [k, v] = rows(1, 5, 4);
+  const auto [k2, v2] = rows(1, 80, 5);
+  pair.both([&, k = k, v = v, k2 = k2, v2 = v2](PagedKVCache& cache) {
+    PagedKVCache other(cache.storage(), cache.config(), {});
+    other.fork_rows(cache, std::vector<std::int64_t>{0}, std::vector<Owner>{9});
     other.append(k2, v2);
-    cache->append(k, v);
+    cache.append(k, v);
     mx::eval(other.fetch().first);
-  }
+  });
   same_rows(pair);
-  same_attention(pair, 1, 1, 6);
+  right_attention(pair, 1, 5, 6);
+}
+
+TEST_P(Cuda, ATableIsSentThoughNoQueryIsAsked) {
+  Pair pair(GetParam());
+  append(pair, 2, 0, 1);
+  append(pair, 2, 33, 2);
+  pair.both([&](PagedKVCache& cache) {
+    cache.attend(queries(2, 0, 3), kScale, {true, {}}).eval();
+  });
+  append(pair, 2, 1, 4);
+  right_attention(pair, 2, 1, 5);
 }
 
 TEST_P(Cuda, AnImageOfOneDeviceIsOneOfTheOther) {
@@ -209,10 +286,13 @@ TEST_P(Cuda, AnImageOfOneDeviceIsOneOfTheOther) {
       image = from.save_row(0);
       mx::eval(image->keys, image->values);
     }
-    const OnDevice device(from_gpu ? mx::Device::cpu : mx::Device::gpu);
-    to.load_row(0, *image);
+    {
+      const OnDevice device(from_gpu ? mx::Device::cpu : mx::Device::gpu);
+      to.load_row(0, *image);
+    }
     same_rows(pair);
-    same_attention(pair, 1, 1, 3);
+    append(pair, 1, 1, 3);
+    right_attention(pair, 1, 1, 3);
   }
 }
 
@@ -222,21 +302,21 @@ TEST_P(Cuda, WindowsCapsSinksAndMasks) {
   Pair pair(c);
   append(pair, 2, 130, 1);
   for (const int n : {1, 37}) {
-    same_attention(pair, 2, n, 3, 33);
-    same_attention(pair, 2, n, 4, 0, 2.0F, sinks);
+    pair.both([n](PagedKVCache& cache) { cache.trim(n); });
+    append(pair, 2, n, 8);
+    right_attention(pair, 2, n, 3, {.window = 33});
+    right_attention(pair, 2, n, 4, {.soft_cap = 2.0F, .sinks = sinks});
     const mx::array scores = random({2, 1, n, 130}, mx::float32, 91);
-    same_attention(pair, 2, n, 5, 0, 0.0F, {}, scores);
+    right_attention(pair, 2, n, 5, {.mask = scores});
     mx::array seen = mx::greater(scores, mx::array(0.0F), mx::Device::cpu);
     seen.eval();
-    same_attention(pair, 2, n, 6, 0, 0.0F, {}, seen);
-    append(pair, 2, 1, 8);
-    pair.both([](PagedKVCache& cache) { cache.trim(1); });
+    right_attention(pair, 2, n, 6, {.mask = seen});
   }
   Pair sliding(c, 50);
   append(sliding, 2, 130, 1);
   for (int step = 0; step < 20; ++step) {
     append(sliding, 2, 1, 20 + step);
-    same_attention(sliding, 2, 1, 60 + step);
+    right_attention(sliding, 2, 1, 60 + step, {.window = 50});
   }
 }
 
