@@ -1,4 +1,4 @@
-#include <mlx/allocator.h>
+#include <mlx/fast.h>
 #include <mlx/ops.h>
 
 #include <algorithm>
@@ -20,6 +20,12 @@ namespace {
 cuda::Element element_of(mx::Dtype dtype) {
   if (dtype == mx::float32) return cuda::Element::kFp32;
   return dtype == mx::float16 ? cuda::Element::kFp16 : cuda::Element::kBf16;
+}
+
+cuda::Element raw_element(const LayerFormat& format) {
+  const codec::Code code = format.raw[0].format.code;
+  if (code == codec::Code::kFp32) return cuda::Element::kFp32;
+  return code == codec::Code::kFp16 ? cuda::Element::kFp16 : cuda::Element::kBf16;
 }
 
 /// Where in the scratch memory things lie, in bytes.
@@ -68,8 +74,8 @@ ScratchPlan plan_of(const AttendWork& work) {
   return plan;
 }
 
-/// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, then the mask
-/// and the sinks if there are any.
+/// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, memory for
+/// the result, then the mask and the sinks if there are any.
 class AttendOp final : public CudaOp {
  public:
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
@@ -79,12 +85,7 @@ class AttendOp final : public CudaOp {
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const mx::array& queries = inputs[1];
     mx::array& out = outputs[1];
-    // Each query is read before its result is written.
-    if (queries.is_donatable() && queries.nbytes() == out.nbytes()) {
-      out.copy_shared_buffer(queries);
-    } else {
-      out.set_data(mx::allocator::malloc(out.nbytes()));
-    }
+    out.copy_shared_buffer(inputs[5], out.strides(), {true, true, false}, out.size());
     KernelQueue kernels = extend(inputs, outputs);
     std::byte* const scratch = device_address(inputs[3]);
     prepare(kernels, device_address(queries), device_address(inputs[2]), scratch);
@@ -197,7 +198,7 @@ class AttendOp final : public CudaOp {
     p.query_positions = at<const std::int64_t>(scratch, w.plan.positions);
     p.queries = device_address(inputs[1]);
     p.out = device_address(out);
-    std::size_t next = 5;
+    std::size_t next = 6;
     if (w.has_mask) p.mask = device_address(inputs[next++]);
     if (w.has_sinks) p.sinks = reinterpret_cast<const float*>(device_address(inputs[next++]));
     p.partials = at<float>(scratch, w.plan.partials);
@@ -213,6 +214,23 @@ bool sees_all(const AttendRow& row, const Visibility& visibility) {
   const std::int64_t length = row.sequence->length();
   return (!visibility.causal || row.query_position >= length - 1) &&
          (visibility.window == 0 || visibility.window > row.query_position);
+}
+
+/// Whether to unpack a layer's rows for MLX's fused attention, which is faster than our own for many
+/// queries. It takes equal lengths, no more than a causal mask, and these dims.
+bool fits_fused_prefill(const LayerFormat& format, std::span<const AttendRow> rows,
+                        const mx::array& queries, const Visibility& visibility) {
+  constexpr int kLeastQueries = 16;
+  const int dim = format.raw[0].head_dim;
+  const mx::Dtype dtype = queries.dtype();
+  return queries.shape(2) >= kLeastQueries && (dim == 64 || dim == 128) &&
+         format.raw[1].head_dim == dim && element_of(dtype) == raw_element(format) &&
+         dtype != mx::float32 && !visibility.mask && !visibility.sinks &&
+         visibility.soft_cap == 0.0F && visibility.window == 0 &&
+         std::all_of(rows.begin(), rows.end(), [&](const AttendRow& row) {
+           return row.sequence->length() == rows[0].sequence->length() &&
+                  row.query_position + queries.shape(2) == row.sequence->length();
+         });
 }
 
 }  // namespace
@@ -245,6 +263,25 @@ mx::array CudaBackend::scratch(std::size_t bytes) {
   return *scratch_;
 }
 
+mx::array CudaBackend::result_memory(std::size_t bytes) {
+  constexpr std::size_t kLargest = std::size_t{1} << 20;
+  constexpr std::size_t kMost = 256;
+  const auto make = [&] {
+    return mx::zeros({static_cast<mx::ShapeElem>(bytes)}, mx::uint8, gpu_stream());
+  };
+  if (bytes == 0 || bytes > kLargest) return make();
+  std::vector<mx::array>& memories = results_[bytes];
+  const auto free = std::find_if(memories.begin(), memories.end(), [](const mx::array& memory) {
+    return memory.data_shared_ptr() != nullptr && memory.is_donatable();
+  });
+  if (free != memories.end()) {
+    std::rotate(memories.begin(), free + 1, memories.end());  // The next is likely free, too.
+    return memories.back();
+  }
+  if (memories.size() >= kMost) return make();
+  return memories.emplace_back(make());
+}
+
 mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
   const std::size_t bytes =
       cuda::workspace_bytes(g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))),
@@ -264,6 +301,16 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
                               const mx::array& queries, float scale,
                               const Visibility& visibility) {
   const mx::Stream stream = gpu_stream();
+  if (fits_fused_prefill(format, rows, queries, visibility)) {
+    std::vector<RowBlocks> blocks;
+    for (const AttendRow& row : rows) {
+      blocks.push_back({row.sequence->snapshot(), 0, row.sequence->length()});
+    }
+    const auto [keys, values] = gather(format, std::move(blocks), queries.dtype());
+    return mx::fast::scaled_dot_product_attention(queries, keys, values, scale,
+                                                  visibility.causal ? "causal" : "", {}, {}, false,
+                                                  stream);
+  }
   auto work = std::make_shared<AttendWork>();
   work->device = device_format(format);
   cuda::Geometry& geometry = work->device.geometry;
@@ -310,9 +357,14 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   work->plan = plan_of(*work);
 
   const mx::array& arena = arena_->memory();
+  mx::Shape out_shape = queries.shape();
+  out_shape[3] = p.value_dim;
+  std::size_t out_elements = 1;
+  for (const mx::ShapeElem extent : out_shape) out_elements *= static_cast<std::size_t>(extent);
   std::vector<mx::array> inputs{pending(), mx::contiguous(queries, false, stream), arena,
                                 scratch(work->plan.total),
-                                work->decode ? decode_workspace(geometry, p.n_sequences) : arena};
+                                work->decode ? decode_workspace(geometry, p.n_sequences) : arena,
+                                result_memory(out_elements * mx::size_of(queries.dtype()))};
   if (visibility.mask) {
     attention::Mask mask;
     inputs.push_back(laid_out(*visibility.mask, rows.empty() ? 0 : rows[0].sequence->length(), mask,
@@ -328,8 +380,6 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   }
   for (mx::array& change : places_->take_changes()) inputs.push_back(std::move(change));
 
-  mx::Shape out_shape = queries.shape();
-  out_shape[3] = p.value_dim;
   mx::array out = queries;
   extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;

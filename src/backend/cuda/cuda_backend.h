@@ -104,6 +104,9 @@ class CudaBackend final : public Backend,
                      std::vector<const BlockTable*>& tables);
   /// Memory for what an op needs while it runs; the next op of the chain has it after.
   mlx::core::array scratch(std::size_t bytes);
+  /// Memory for a result, handed out again when nobody refers to it. MLX gives primitives from outside
+  /// only memory that host and device share, which is slow to come by.
+  mlx::core::array result_memory(std::size_t bytes);
   mlx::core::array decode_workspace(const cuda::Geometry& geometry, int n_sequences);
 
   const std::shared_ptr<DevicePlaces> places_;
@@ -111,6 +114,7 @@ class CudaBackend final : public Backend,
   mlx::core::array chain_;
   std::shared_ptr<TableArena> arena_;
   std::optional<mlx::core::array> scratch_;
+  std::map<std::size_t, std::vector<mlx::core::array>> results_;  ///< By their bytes.
   /// By the numbers of the geometry.
   std::map<std::array<int, 7>, mlx::core::array> workspaces_;
 };

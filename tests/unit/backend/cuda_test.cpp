@@ -104,7 +104,7 @@ double epsilon(mx::Dtype dtype) {
 mx::array random(const mx::Shape& shape, mx::Dtype dtype, int seed) {
   const OnDevice device(mx::Device::cpu);
   // Channels of different size, and a few large ones, as keys have.
-  const mx::array scale = mx::exp(mx::random::normal(
+  const mx::array scale = mx::exp(0.5F * mx::random::normal(
       {shape.back()}, mx::float32, 0.0F, 1.0F, mx::random::key(static_cast<std::uint64_t>(seed))));
   mx::array rows =
       mx::astype(scale * mx::random::normal(shape, mx::float32, 0.0F, 1.0F,

@@ -351,6 +351,7 @@ TEST_F(PagedCache, MemoryFallsOnReleaseAndComesBack) {
   const auto grow = [&] {
     for (int i = 0; i < 8; ++i) one.append(rows(256, 1, 64), rows(256, 1, 64));
     one.pending().eval();
+    mx::synchronize();
   };
   // Tables and work space of a GPU stay.
   one.append(rows(1, 1, 64), rows(1, 1, 64));
