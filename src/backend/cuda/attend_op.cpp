@@ -60,12 +60,12 @@ ScratchPlan plan_of(const AttendWork& work) {
   plan.sequences = place(n_sequences * sizeof(cuda::SequenceEntry));
   plan.costs = place((n_sequences + 1) * sizeof(std::int32_t));
   plan.positions = place(n_sequences * sizeof(std::int64_t));
-  if (work.decode && work.turned) {
+  if (work.decode) {
     const std::size_t rows =
         n_sequences * static_cast<std::size_t>(p.n_heads * p.head_dim) * sizeof(float);
     plan.queries = place(rows);
-    plan.turned = place(rows);
-    plan.out = place(rows);
+    plan.turned = place(work.turned ? rows : 0);
+    plan.out = place(work.turned ? rows : 0);
   }
   if (!work.decode && p.n_splits > 1) {
     plan.partials = place(cuda::partial_floats(p) * sizeof(float));
@@ -88,7 +88,7 @@ class AttendOp final : public CudaOp {
     out.copy_shared_buffer(inputs[5], out.strides(), {true, true, false}, out.size());
     KernelQueue kernels = extend(inputs, outputs);
     std::byte* const scratch = device_address(inputs[3]);
-    prepare(kernels, device_address(queries), device_address(inputs[2]), scratch);
+    prepare(kernels, queries, device_address(inputs[2]), scratch);
     if (out.size() == 0) return;
     if (work_->decode) {
       decode(kernels, inputs, out);
@@ -103,8 +103,13 @@ class AttendOp final : public CudaOp {
     return reinterpret_cast<T*>(memory + offset);
   }
 
+  /// Whether the decode kernel has queries in fp32, from prepare().
+  bool takes_copy(const mx::array& queries) const {
+    return work_->decode && (work_->turned || !queries.flags().row_contiguous);
+  }
+
   /// Tables, and queries for the decode kernel.
-  void prepare(KernelQueue& kernels, const void* queries, std::byte* tables,
+  void prepare(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
                std::byte* scratch) const {
     const AttendWork& w = *work_;
     cuda::PrepareParams p{};
@@ -112,13 +117,17 @@ class AttendOp final : public CudaOp {
     p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
     p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
     p.to_query_positions = at<std::int64_t>(scratch, w.plan.positions);
-    if (w.decode && w.turned) {  // Then there are queries.
-      p.queries = queries;
+    if (takes_copy(queries)) {
+      p.queries = device_address(queries);
       p.query_type = w.params.type;
       p.n_rows = w.params.n_sequences * w.params.n_heads;
+      p.n_heads = w.params.n_heads;
       p.head_dim = w.params.head_dim;
+      p.query_strides[0] = queries.strides(0);
+      p.query_strides[1] = queries.strides(1);
+      p.query_strides[2] = queries.strides(3);
       p.to_queries = at<float>(scratch, w.plan.queries);
-      p.to_turned = at<float>(scratch, w.plan.turned);
+      p.to_turned = w.turned ? at<float>(scratch, w.plan.turned) : nullptr;
     }
     std::size_t entry = 0;
     std::size_t sequence = 0;
@@ -164,15 +173,17 @@ class AttendOp final : public CudaOp {
     p.queries = device_address(inputs[1]);
     p.query_type = p.out_type = w.params.type;
     p.out = device_address(out);
+    if (takes_copy(inputs[1])) {
+      p.queries = scratch + w.plan.queries;
+      p.query_type = cuda::Element::kFp32;
+    }
     if (w.turned) {
-      p.queries = at<const void>(scratch, w.plan.queries);
-      p.sealed_queries = at<const void>(scratch, w.plan.turned);
-      p.query_type = p.out_type = cuda::Element::kFp32;
-      p.out = at<void>(scratch, w.plan.out);
+      p.sealed_queries = scratch + w.plan.turned;
+      p.out = scratch + w.plan.out;
+      p.out_type = cuda::Element::kFp32;
     }
     cuda::DecodeLaunch launch;
-    if (const cudaError_t error =
-            cuda::prepare(w.device.geometry, p, n_processors(), &launch);
+    if (const cudaError_t error = cuda::prepare(w.device.geometry, p, n_processors(), &launch);
         error != cudaSuccess) {
       throw std::runtime_error(
           concat("[attend] the CUDA kernel cannot be launched: ", cudaGetErrorString(error)));
@@ -216,8 +227,8 @@ bool sees_all(const AttendRow& row, const Visibility& visibility) {
          (visibility.window == 0 || visibility.window > row.query_position);
 }
 
-/// Whether to unpack a layer's rows for MLX's fused attention, which is faster than our own for many
-/// queries. It takes equal lengths, no more than a causal mask, and these dims.
+/// Whether to unpack a layer's rows for MLX's fused attention, which is faster than our own for
+/// many queries. It takes equal lengths, no more than a causal mask, and these dims.
 bool fits_fused_prefill(const LayerFormat& format, std::span<const AttendRow> rows,
                         const mx::array& queries, const Visibility& visibility) {
   constexpr int kLeastQueries = 16;
@@ -283,12 +294,14 @@ mx::array CudaBackend::result_memory(std::size_t bytes) {
 }
 
 mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
-  const std::size_t bytes =
-      cuda::workspace_bytes(g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))),
-                            n_processors());
-  const std::array<int, 7> key{g.n_heads,    g.n_kv_heads,
-                               g.head_dim,   g.block_size,
-                               g.group_size, static_cast<int>(g.sealed),
+  const std::size_t bytes = cuda::workspace_bytes(
+      g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))), n_processors());
+  const std::array<int, 7> key{g.n_heads,
+                               g.n_kv_heads,
+                               g.head_dim,
+                               g.block_size,
+                               g.group_size,
+                               static_cast<int>(g.sealed),
                                static_cast<int>(g.raw)};
   auto found = workspaces_.find(key);
   if (found == workspaces_.end() || found->second.nbytes() < bytes) {
@@ -298,8 +311,7 @@ mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences
 }
 
 mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendRow> rows,
-                              const mx::array& queries, float scale,
-                              const Visibility& visibility) {
+                              const mx::array& queries, float scale, const Visibility& visibility) {
   const mx::Stream stream = gpu_stream();
   if (fits_fused_prefill(format, rows, queries, visibility)) {
     std::vector<RowBlocks> blocks;
@@ -307,9 +319,8 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
       blocks.push_back({row.sequence->snapshot(), 0, row.sequence->length()});
     }
     const auto [keys, values] = gather(format, std::move(blocks), queries.dtype());
-    return mx::fast::scaled_dot_product_attention(queries, keys, values, scale,
-                                                  visibility.causal ? "causal" : "", {}, {}, false,
-                                                  stream);
+    return mx::fast::scaled_dot_product_attention(
+        queries, keys, values, scale, visibility.causal ? "causal" : "", {}, {}, false, stream);
   }
   auto work = std::make_shared<AttendWork>();
   work->device = device_format(format);
@@ -350,9 +361,8 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   }
   work->decode = work->device.decodes && p.n_queries == 1 && !visibility.mask &&
                  !visibility.sinks && visibility.soft_cap == 0.0F &&
-                 std::all_of(rows.begin(), rows.end(), [&](const AttendRow& row) {
-                   return sees_all(row, visibility);
-                 });
+                 std::all_of(rows.begin(), rows.end(),
+                             [&](const AttendRow& row) { return sees_all(row, visibility); });
   p.n_splits = cuda::attend_splits(p, most_blocks, n_processors());
   work->plan = plan_of(*work);
 
@@ -361,14 +371,16 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   out_shape[3] = p.value_dim;
   std::size_t out_elements = 1;
   for (const mx::ShapeElem extent : out_shape) out_elements *= static_cast<std::size_t>(extent);
-  std::vector<mx::array> inputs{pending(), mx::contiguous(queries, false, stream), arena,
+  std::vector<mx::array> inputs{pending(),
+                                work->decode ? queries : mx::contiguous(queries, false, stream),
+                                arena,
                                 scratch(work->plan.total),
                                 work->decode ? decode_workspace(geometry, p.n_sequences) : arena,
                                 result_memory(out_elements * mx::size_of(queries.dtype()))};
   if (visibility.mask) {
     attention::Mask mask;
-    inputs.push_back(laid_out(*visibility.mask, rows.empty() ? 0 : rows[0].sequence->length(), mask,
-                              stream));
+    inputs.push_back(
+        laid_out(*visibility.mask, rows.empty() ? 0 : rows[0].sequence->length(), mask, stream));
     std::copy_n(mask.strides.begin(), 4, p.mask_strides);
     p.mask_is_bool = mask.kind == attention::Mask::Kind::kBool;
     work->has_mask = true;

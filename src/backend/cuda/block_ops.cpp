@@ -27,12 +27,27 @@ void run_all(KernelQueue& kernels, const std::vector<Task>& tasks, Make make) {
     kernels.run(make(tasks.data() + i, n));
   }
 }
+/// Bytes that lie side by side, a stretch a head.
+cuda::CopyTask stretch(const std::byte* from, std::byte* to, std::int64_t from_head,
+                       std::int64_t to_head, std::size_t bytes, int n_heads) {
+  return {.from = from,
+          .to = to,
+          .from_head = from_head,
+          .to_head = to_head,
+          .n_heads = static_cast<std::uint32_t>(n_heads),
+          .n_rows = 1,
+          .from_row = 0,
+          .from_element = 1,
+          .row_bytes = static_cast<std::uint32_t>(bytes),
+          .element_bytes = 1};
+}
+
 void run_copies(KernelQueue& kernels, const std::vector<cuda::CopyTask>& tasks) {
   run_all<cuda::kCopyTasks>(kernels, tasks, cuda::copy);
 }
 
-/// AppendTasks as addresses. The places may have other takers by the time this runs, but their ops come
-/// later in the chain.
+/// AppendTasks as addresses. The places may have other takers by the time this runs, but their ops
+/// come later in the chain.
 struct AppendWork {
   struct Write {
     std::byte* to[2];
@@ -45,17 +60,22 @@ struct AppendWork {
   std::vector<cuda::SealTask> seals[2];
   std::vector<Write> writes;
 
-  cuda::CopyTask copy_of(const Write& write, int role, const std::byte* rows,
-                         std::int64_t n_rows) const {
+  cuda::CopyTask copy_of(const Write& write, int role, const mx::array& rows) const {
     const std::size_t part = codec::part_bytes(format.raw[role]);
     const std::size_t row = part / static_cast<std::size_t>(format.raw[role].block_size);
-    const std::int64_t first = write.batch * format.n_kv_heads * n_rows + write.first_row;
-    return {rows + static_cast<std::size_t>(first) * row,
-            write.to[role] + static_cast<std::size_t>(write.slot) * row,
-            n_rows * static_cast<std::int64_t>(row),
-            static_cast<std::int64_t>(part),
-            static_cast<std::uint32_t>(static_cast<std::size_t>(write.n_tokens) * row),
-            static_cast<std::uint32_t>(format.n_kv_heads)};
+    const auto element = static_cast<std::int64_t>(rows.itemsize());
+    const mx::Strides& strides = rows.strides();
+    return {.from = device_address(rows) +
+                    (write.batch * strides[0] + write.first_row * strides[2]) * element,
+            .to = write.to[role] + static_cast<std::size_t>(write.slot) * row,
+            .from_head = strides[1] * element,
+            .to_head = static_cast<std::int64_t>(part),
+            .n_heads = static_cast<std::uint32_t>(format.n_kv_heads),
+            .n_rows = static_cast<std::uint32_t>(write.n_tokens),
+            .from_row = strides[2] * element,
+            .from_element = strides[3] * element,
+            .row_bytes = static_cast<std::uint32_t>(row),
+            .element_bytes = static_cast<std::uint32_t>(element)};
   }
 };
 
@@ -69,18 +89,17 @@ class AppendOp final : public CudaOp {
     KernelQueue kernels = extend(inputs, outputs);
     run_copies(kernels, work_->copies);
     for (const int role : kRoles) {
-      run_all<cuda::kSealTasks>(kernels, work_->seals[role],
-                                [&](const cuda::SealTask* tasks, int n) {
-                                  return cuda::seal(tasks, n, work_->device.raw[role],
-                                                    work_->device.sealed[role],
-                                                    work_->format.n_kv_heads);
-                                });
+      run_all<cuda::kSealTasks>(
+          kernels, work_->seals[role], [&](const cuda::SealTask* tasks, int n) {
+            return cuda::seal(tasks, n, work_->device.raw[role], work_->device.sealed[role],
+                              work_->format.n_kv_heads);
+          });
     }
     std::vector<cuda::CopyTask> writes;
     for (const AppendWork::Write& write : work_->writes) {
       for (const int role : kRoles) {
         const mx::array& rows = inputs[static_cast<std::size_t>(role) + 1];
-        writes.push_back(work_->copy_of(write, role, device_address(rows), rows.shape(2)));
+        writes.push_back(work_->copy_of(write, role, rows));
       }
     }
     run_copies(kernels, writes);
@@ -104,20 +123,20 @@ struct GatherWork {
     std::vector<cuda::CopyTask> copies;
     std::vector<cuda::UnsealTask> unseals;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      std::byte* const row_out = out + static_cast<std::int64_t>(i) * format.n_kv_heads * head_stride;
+      std::byte* const row_out =
+          out + static_cast<std::int64_t>(i) * format.n_kv_heads * head_stride;
       for (const TokenBlock& block : *rows[i].blocks) {
-        const auto skip = static_cast<std::int32_t>(
-            std::max<std::int64_t>(0, rows[i].first - block.position));
+        const auto skip =
+            static_cast<std::int32_t>(std::max<std::int64_t>(0, rows[i].first - block.position));
         if (skip >= block.n_tokens) continue;
         const std::int64_t to_row = longest - rows[i].length + block.position + skip;
         std::byte* const to = row_out + to_row * static_cast<std::int64_t>(row_bytes);
         const std::byte* const from = on_device(block.bytes[role]).address();
         if (block.format[role].is_raw()) {
-          copies.push_back({from + static_cast<std::size_t>(skip) * row_bytes, to,
-                            static_cast<std::int64_t>(part), head_stride,
-                            static_cast<std::uint32_t>(
-                                static_cast<std::size_t>(block.n_tokens - skip) * row_bytes),
-                            static_cast<std::uint32_t>(format.n_kv_heads)});
+          copies.push_back(stretch(from + static_cast<std::size_t>(skip) * row_bytes, to,
+                                   static_cast<std::int64_t>(part), head_stride,
+                                   static_cast<std::size_t>(block.n_tokens - skip) * row_bytes,
+                                   format.n_kv_heads));
         } else {
           unseals.push_back({from, to, skip, block.n_tokens - skip});
         }
@@ -160,7 +179,7 @@ struct ImageWork {
     std::vector<cuda::CopyTask> copies;
     std::vector<cuda::SealTask> relays;
     for (const TokenBlock& block : blocks) {
-      const Stretch stretch = stretch_of(format, block, role);
+      const Stretch lies = stretch_of(format, block, role);
       std::byte* const bytes = on_device(block.bytes[role]).address();
       const bool relayed = device.sealed[role].tiled && !block.format[role].is_raw();
       if (relayed && to_image) {
@@ -168,14 +187,13 @@ struct ImageWork {
       } else if (relayed) {
         relays.push_back({image, bytes});
       } else {
-        const auto in_memory = static_cast<std::int64_t>(stretch.in_memory);
-        const auto in_image = static_cast<std::int64_t>(stretch.in_image);
-        copies.push_back({to_image ? bytes : image, to_image ? image : bytes,
-                          to_image ? in_memory : in_image, to_image ? in_image : in_memory,
-                          static_cast<std::uint32_t>(in_image),
-                          static_cast<std::uint32_t>(format.n_kv_heads)});
+        const auto in_memory = static_cast<std::int64_t>(lies.in_memory);
+        const auto in_image = static_cast<std::int64_t>(lies.in_image);
+        copies.push_back(stretch(to_image ? bytes : image, to_image ? image : bytes,
+                                 to_image ? in_memory : in_image, to_image ? in_image : in_memory,
+                                 lies.in_image, format.n_kv_heads));
       }
-      image += stretch.in_image * static_cast<std::size_t>(format.n_kv_heads);
+      image += lies.in_image * static_cast<std::size_t>(format.n_kv_heads);
     }
     run_copies(kernels, copies);
     const cuda::PartFormat as_image{format.sealed[role], false};
@@ -237,23 +255,25 @@ void CudaBackend::append(const LayerFormat& format, const AppendTasks& tasks, co
   work->format = format;
   work->device = device_format(format);
   for (const CopyTask& task : tasks.copies) {
-    work->copies.push_back({on_device(task.from).address(), on_device(task.to).address(), 0, 0,
-                            static_cast<std::uint32_t>(task.bytes), 1});
+    work->copies.push_back(
+        stretch(on_device(task.from).address(), on_device(task.to).address(), 0, 0, task.bytes, 1));
   }
   for (const SealTask& task : tasks.seals) {
-    work->seals[task.role].push_back({on_device(task.from).address(), on_device(task.to).address()});
+    work->seals[task.role].push_back(
+        {on_device(task.from).address(), on_device(task.to).address()});
   }
   for (const WriteTask& task : tasks.writes) {
     work->writes.push_back({{on_device(task.to[0]).address(), on_device(task.to[1]).address()},
-                            task.batch, task.first_row, task.slot, task.n_tokens});
+                            task.batch,
+                            task.first_row,
+                            task.slot,
+                            task.n_tokens});
   }
   const mx::Stream stream = gpu_stream();
-  const mx::array k = mx::contiguous(keys, false, stream);
-  const mx::array v = mx::contiguous(values, false, stream);
   std::vector<mx::array> changes = places_->take_changes();
   extend_chain([&](const mx::array& latest) {
     return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, std::move(work)),
-                     inputs_of(latest, k, v, std::move(changes)));
+                     inputs_of(latest, keys, values, std::move(changes)));
   });
 }
 
@@ -265,11 +285,11 @@ Backend::KeysAndValues CudaBackend::gather(const LayerFormat& format, std::vecto
   for (const RowBlocks& row : rows) work->longest = std::max(work->longest, row.length - row.first);
   const mx::Stream stream = gpu_stream();
   const auto zeros = [&](int role) {
-    return mx::zeros({static_cast<mx::ShapeElem>(rows.size()),
-                      static_cast<mx::ShapeElem>(format.n_kv_heads),
-                      static_cast<mx::ShapeElem>(work->longest),
-                      static_cast<mx::ShapeElem>(format.raw[role].head_dim)},
-                     dtype, stream);
+    return mx::zeros(
+        {static_cast<mx::ShapeElem>(rows.size()), static_cast<mx::ShapeElem>(format.n_kv_heads),
+         static_cast<mx::ShapeElem>(work->longest),
+         static_cast<mx::ShapeElem>(format.raw[role].head_dim)},
+        dtype, stream);
   };
   const mx::array keys = zeros(0);
   const mx::array values = zeros(1);
@@ -289,8 +309,8 @@ Backend::KeysAndValues CudaBackend::read_image(const LayerFormat& format,
   };
   const mx::array keys = zeros(0);
   const mx::array values = zeros(1);
-  auto work = std::make_shared<ImageWork>(
-      ImageWork{format, device_format(format), std::move(blocks)});
+  auto work =
+      std::make_shared<ImageWork>(ImageWork{format, device_format(format), std::move(blocks)});
   auto outputs = mx::array::make_arrays({keys.shape(), values.shape()}, {mx::uint8, mx::uint8},
                                         std::make_shared<ReadImage>(stream, std::move(work)),
                                         {pending(), keys, values});

@@ -67,8 +67,8 @@ struct DeviceFormat {
 };
 DeviceFormat device_format(const LayerFormat& format);
 
-/// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's are.
-/// The chain's array also keeps the places, and every op keeps it until its kernels have run.
+/// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's
+/// are. The chain's array also keeps the places, and every op keeps it until its kernels have run.
 class CudaBackend final : public Backend,
                           public BlockMemory,
                           public std::enable_shared_from_this<CudaBackend> {
@@ -104,8 +104,8 @@ class CudaBackend final : public Backend,
                      std::vector<const BlockTable*>& tables);
   /// Memory for what an op needs while it runs; the next op of the chain has it after.
   mlx::core::array scratch(std::size_t bytes);
-  /// Memory for a result, handed out again when nobody refers to it. MLX gives primitives from outside
-  /// only memory that host and device share, which is slow to come by.
+  /// Memory for a result, handed out again when nobody refers to it. MLX gives primitives from
+  /// outside only memory that host and device share, which is slow to come by.
   mlx::core::array result_memory(std::size_t bytes);
   mlx::core::array decode_workspace(const cuda::Geometry& geometry, int n_sequences);
 

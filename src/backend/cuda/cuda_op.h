@@ -19,8 +19,8 @@ class CudaOp : public mlx::core::Primitive {
   /// For an op of the chain: the first output becomes the next link.
   KernelQueue extend(const std::vector<mlx::core::array>& inputs,
                      std::vector<mlx::core::array>& outputs);
-  /// For an op beside the chain, which no op of the chain must overtake: output i takes the memory of
-  /// input i + 1.
+  /// For an op beside the chain, which no op of the chain must overtake: output i takes the memory
+  /// of input i + 1.
   KernelQueue overwrite(const std::vector<mlx::core::array>& inputs,
                         std::vector<mlx::core::array>& outputs);
 };

@@ -27,8 +27,8 @@ CUfunction handle_of(const void* function) {
   if (found != handles.end()) return found->second;
   cudaFunction_t handle = nullptr;
   if (const cudaError_t error = cudaGetFuncBySymbol(&handle, function); error != cudaSuccess) {
-    throw std::runtime_error(concat("kvpool's CUDA kernels cannot be loaded: ",
-                                    cudaGetErrorString(error)));
+    throw std::runtime_error(
+        concat("kvpool's CUDA kernels cannot be loaded: ", cudaGetErrorString(error)));
   }
   return handles[function] = handle;
 }
@@ -77,7 +77,10 @@ void KernelQueue::run(const cuda::DecodeLaunch& launch) {
 void KernelQueue::add(const void* function, dim3 grid, unsigned block, unsigned shared_bytes,
                       void** arguments) {
   auto& encoder = mx::cu::get_command_encoder(stream_);
-  for (const mx::array& input : inputs_) encoder.set_input_array(input);
+  if (first_) {
+    for (const mx::array& input : inputs_) encoder.set_input_array(input);
+  }
+  first_ = false;
   encoder.set_output_array(link());
   for (const mx::array& output : outputs_) encoder.set_output_array(output);
   encoder.add_kernel_node_raw(handle_of(function), grid, dim3(block), dim3(), shared_bytes,

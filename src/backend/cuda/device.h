@@ -15,16 +15,16 @@ namespace kvpool::detail {
 /// Where an array that is evaluated, or whose evaluation is under way, lies in device memory.
 std::byte* device_address(const mlx::core::array& array);
 
-/// Zeroed device memory of at least `bytes`, as MLX counts it. Its address is known at once; ops that
-/// use it take it as an input, to come after the zeros.
+/// Zeroed device memory of at least `bytes`, as MLX counts it. Its address is known at once; ops
+/// that use it take it as an input, to come after the zeros.
 mlx::core::array device_bytes(std::size_t bytes);
 
 /// Multiprocessors of the device in use.
 int n_processors();
 
 /// The kernels of one op, which run one after the other. The first input is the chain's link: each
-/// kernel comes after those that had it before, and before those that have it after. It is kept until
-/// they have run.
+/// kernel comes after those that had it before, and before those that have it after. It is kept
+/// until they have run.
 class KernelQueue {
  public:
   KernelQueue(mlx::core::Stream stream, const std::vector<mlx::core::array>& inputs,
@@ -51,6 +51,7 @@ class KernelQueue {
   void hold_until_done(std::function<void()> last);
 
   const mlx::core::Stream stream_;
+  bool first_ = true;
   const std::vector<mlx::core::array>& inputs_;
   const std::vector<mlx::core::array>& outputs_;
 };

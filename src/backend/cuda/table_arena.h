@@ -37,8 +37,8 @@ struct TableUpdates {
   std::vector<cuda::BlockEntry> entries;
 };
 
-/// A sequence's blocks as kernels take them: raw ones in one run, sealed ones in another. What lies in
-/// the arena is known, so that from step to step only what has changed is sent.
+/// A sequence's blocks as kernels take them: raw ones in one run, sealed ones in another. What lies
+/// in the arena is known, so that from step to step only what has changed is sent.
 class BlockTable {
  public:
   BlockTable() = default;
@@ -46,7 +46,8 @@ class BlockTable {
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  /// Brings the table up to date. @return false if the arena has no room: take another and call again.
+  /// Brings the table up to date. @return false if the arena has no room: take another and call
+  /// again.
   bool update(const Sequence& sequence, const std::shared_ptr<TableArena>& arena,
               TableUpdates& updates);
   cuda::SequenceEntry entry() const noexcept;

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
   const int from = static_cast<int>(static_cast<std::int64_t>(n_blocks) * split / p.n_splits);
   const int to = static_cast<int>(static_cast<std::int64_t>(n_blocks) * (split + 1) / p.n_splits);
   for (int k = from; k < to; ++k) {
-    const BlockEntry block = p.blocks[k < entry.n_raw ? entry.first_raw + k
-                                                      : entry.first_sealed + k - entry.n_raw];
+    const BlockEntry block =
+        p.blocks[k < entry.n_raw ? entry.first_raw + k : entry.first_sealed + k - entry.n_raw];
     if (p.causal && block.position > last_query) continue;
     if (p.window > 0 && block.position + block.end_token <= first_query - p.window + 1) continue;
     const PartFormat& key_format = block.keys_sealed ? p.sealed[0] : p.raw[0];

@@ -31,15 +31,19 @@ struct PartFormat {
   bool tiled = false;
 };
 
-/// Bytes from one place to another, a stretch a head; zeros if `from` is null.
+/// Rows from one place to another, so many a head. All strides are in bytes; what is written lies
+/// row behind row.
 struct CopyTask {
   const std::byte* from;
   std::byte* to;
-  std::int64_t from_stride, to_stride;  ///< From one head to the next.
-  std::uint32_t bytes;                  ///< Of a stretch.
-  std::uint32_t n_heads;
+  std::int64_t from_head, to_head;  ///< From one head to the next.
+  std::uint32_t n_heads, n_rows;
+  std::int64_t from_row;
+  std::int64_t from_element;
+  std::uint32_t row_bytes;
+  std::uint32_t element_bytes;  ///< 1, 2 or 4.
 };
-inline constexpr int kCopyTasks = 64;
+inline constexpr int kCopyTasks = 32;
 struct CopyParams {
   CopyTask tasks[kCopyTasks];
 };
@@ -60,7 +64,8 @@ struct SealParams {
 Launch<SealParams> seal(const SealTask* tasks, int n_tasks, const PartFormat& raw,
                         const PartFormat& sealed, int n_kv_heads);
 
-/// Tokens first_token ... of a sealed block, decoded to raw rows; `to` is of head 0's first of them.
+/// Tokens first_token ... of a sealed block, decoded to raw rows; `to` is of head 0's first of
+/// them.
 struct UnsealTask {
   const std::byte* from;
   std::byte* to;
@@ -103,11 +108,12 @@ struct PrepareParams {
   SequenceEntry* to_sequences;
   std::int32_t* to_cost_before;
   std::int64_t* to_query_positions;
-  /// (n_rows, head_dim) of query_type, or null: nothing to prepare.
+  /// (sequences, heads, head_dim) of query_type, or null: nothing to prepare. Strides in elements.
   const void* queries;
   Element query_type;
-  std::int32_t n_rows, head_dim;
-  /// fp32: the queries as they are, and transformed.
+  std::int32_t n_rows, n_heads, head_dim;
+  std::int64_t query_strides[3];
+  /// fp32: the queries as they are and, if not null, transformed.
   float* to_queries;
   float* to_turned;
 };

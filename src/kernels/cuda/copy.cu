@@ -5,26 +5,32 @@ namespace {
 
 constexpr int kThreads = 128;
 
+/// As units of T, which are elements or as many of them as lie side by side.
 template <class T>
-__device__ void copy_as(const CopyTask& task, const std::byte* from, std::byte* to) {
-  for (std::uint32_t i = threadIdx.x; i < task.bytes / sizeof(T); i += kThreads) {
-    reinterpret_cast<T*>(to)[i] = from != nullptr ? reinterpret_cast<const T*>(from)[i] : T{};
+__device__ void copy_as(const CopyTask& task, const std::byte* from, std::byte* to,
+                        std::int64_t from_unit) {
+  const std::uint32_t units = task.row_bytes / sizeof(T);
+  for (std::uint32_t i = threadIdx.x; i < units * task.n_rows; i += kThreads) {
+    const std::byte* const unit = from + i / units * task.from_row + i % units * from_unit;
+    reinterpret_cast<T*>(to)[i] = *reinterpret_cast<const T*>(unit);
   }
 }
 
 __global__ void copy_kernel(const __grid_constant__ CopyParams p) {
   const CopyTask& task = p.tasks[blockIdx.x];
   for (std::uint32_t head = blockIdx.y; head < task.n_heads; head += gridDim.y) {
-    const std::byte* from = task.from == nullptr ? nullptr : task.from + head * task.from_stride;
-    std::byte* to = task.to + head * task.to_stride;
+    const std::byte* const from = task.from + head * task.from_head;
+    std::byte* const to = task.to + head * task.to_head;
     const auto all = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) |
-                     task.bytes;
-    if (all % 16 == 0) {
-      copy_as<uint4>(task, from, to);
-    } else if (all % 2 == 0) {
-      copy_as<std::uint16_t>(task, from, to);
+                     task.row_bytes | static_cast<std::uint64_t>(task.from_row);
+    if (task.from_element == task.element_bytes && all % 16 == 0) {
+      copy_as<uint4>(task, from, to, 16);
+    } else if (task.element_bytes == 4) {
+      copy_as<std::uint32_t>(task, from, to, task.from_element);
+    } else if (task.element_bytes == 2) {
+      copy_as<std::uint16_t>(task, from, to, task.from_element);
     } else {
-      copy_as<std::uint8_t>(task, from, to);
+      copy_as<std::uint8_t>(task, from, to, task.from_element);
     }
   }
 }

@@ -60,8 +60,7 @@ __device__ inline TileCodes tile_codes(const PartFormat& part, int tile) {
   const kernels::PartShape shape{g.block_size, g.head_dim, g.format.group_size};
   const int n_tile = kernels::tile_at(shape, tile).n_tokens;
   // Both layouts have as many bytes.
-  const auto header =
-      static_cast<std::uint32_t>(by_channel(g) ? kernels::channel_bytes(shape) : 0);
+  const auto header = static_cast<std::uint32_t>(by_channel(g) ? kernels::channel_bytes(shape) : 0);
   const auto stride = static_cast<std::uint32_t>(
       by_channel(g) ? kernels::code_bytes(g.role, bits, kTileTokens, g.head_dim)
                     : kernels::affine_tile_bytes(g.role, bits, shape, kTileTokens));
@@ -86,7 +85,8 @@ __device__ inline ElementPlace place_of(const PartFormat& part, int token, int d
       place.bias = static_cast<std::uint32_t>(kernels::channel_bytes(shape) / 2) + 2 * d;
     } else {
       place.scale = codes.start + codes.bytes + 2 * (d / group * n_tile + t);
-      place.bias = place.scale + static_cast<std::uint32_t>(kernels::group_bytes(shape, n_tile) / 2);
+      place.bias =
+          place.scale + static_cast<std::uint32_t>(kernels::group_bytes(shape, n_tile) / 2);
     }
     return place;
   }

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kThreads) unseal_kernel(const __grid_constant_
     if (g.format.hadamard) turn(rows[0], n, dim, kMaxDim + 1);
     __syncthreads();
     for (int i = threadIdx.x; i < n * dim; i += kThreads) {
-      store_element(to, p.row_type, static_cast<std::size_t>(done) * dim + i, rows[i / dim][i % dim]);
+      store_element(to, p.row_type, static_cast<std::size_t>(done) * dim + i,
+                    rows[i / dim][i % dim]);
     }
   }
 }
@@ -145,7 +146,8 @@ __global__ void __launch_bounds__(kThreads) relay_kernel(const __grid_constant__
     shift(a.bias, b.bias, b.bias_exponent - a.bias_exponent);
   };
   if (by_channel(g)) {
-    for (int d = threadIdx.x; d < dim; d += kThreads) move(place_of(p.from, 0, d), place_of(p.to, 0, d));
+    for (int d = threadIdx.x; d < dim; d += kThreads)
+      move(place_of(p.from, 0, d), place_of(p.to, 0, d));
   }
   for (int first = 0; first < g.block_size; first += kTileTokens) {
     const int n = min(kTileTokens, g.block_size - first);

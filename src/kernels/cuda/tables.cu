@@ -10,7 +10,8 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams p) {
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.n_entries; i += kThreads) p.to_blocks[p.places[i]] = p.entries[i];
+    for (int i = threadIdx.x; i < p.n_entries; i += kThreads)
+      p.to_blocks[p.places[i]] = p.entries[i];
     for (int i = threadIdx.x; i < p.n_sequences; i += kThreads) {
       p.to_sequences[p.first_sequence + i] = p.sequences[i];
       p.to_query_positions[p.first_sequence + i] = p.query_positions[i];
@@ -21,11 +22,16 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   __shared__ float row[codec::kMaxHeadDim];
-  const std::size_t at = static_cast<std::size_t>(blockIdx.x - 1) * p.head_dim;
+  const int query = static_cast<int>(blockIdx.x) - 1;
+  const std::int64_t from =
+      query / p.n_heads * p.query_strides[0] + query % p.n_heads * p.query_strides[1];
+  const std::size_t at = static_cast<std::size_t>(query) * p.head_dim;
   for (int d = threadIdx.x; d < p.head_dim; d += kThreads) {
-    row[d] = load_element(p.queries, p.query_type, at + d);
+    row[d] = load_element(p.queries, p.query_type,
+                          static_cast<std::size_t>(from + d * p.query_strides[2]));
     p.to_queries[at + d] = row[d];
   }
+  if (p.to_turned == nullptr) return;
   turn(row, 1, p.head_dim, p.head_dim);
   for (int d = threadIdx.x; d < p.head_dim; d += kThreads) p.to_turned[at + d] = row[d];
 }
@@ -35,7 +41,8 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ 
   const std::size_t at = static_cast<std::size_t>(blockIdx.x) * p.dim;
   for (int d = threadIdx.x; d < p.dim; d += kThreads) row[d] = p.rows[at + d];
   turn(row, 1, p.dim, p.dim);
-  for (int d = threadIdx.x; d < p.dim; d += kThreads) store_element(p.out, p.out_type, at + d, row[d]);
+  for (int d = threadIdx.x; d < p.dim; d += kThreads)
+    store_element(p.out, p.out_type, at + d, row[d]);
 }
 
 }  // namespace
