@@ -111,8 +111,19 @@ class AttendOp final : public CudaOp {
   /// Tables, and queries for the decode kernel.
   void prepare(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
                std::byte* scratch) const {
+    if (work_->updates.entries.size() <= cuda::kStepEntries &&
+        work_->sequences.size() <= cuda::kStepSequences) {
+      send<cuda::kStepEntries, cuda::kStepSequences>(kernels, queries, tables, scratch);
+    } else {
+      send<cuda::kTableEntries, cuda::kTableSequences>(kernels, queries, tables, scratch);
+    }
+  }
+
+  template <int kEntries, int kSequences>
+  void send(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
+            std::byte* scratch) const {
     const AttendWork& w = *work_;
-    cuda::PrepareParams p{};
+    cuda::PrepareParamsOf<kEntries, kSequences> p{};
     p.to_blocks = at<cuda::BlockEntry>(tables, 0);
     p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
     p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
@@ -133,9 +144,9 @@ class AttendOp final : public CudaOp {
     std::size_t sequence = 0;
     while (entry < w.updates.entries.size() || sequence < w.sequences.size()) {
       const std::size_t n_entries =
-          std::min<std::size_t>(cuda::kTableEntries, w.updates.entries.size() - entry);
+          std::min<std::size_t>(kEntries, w.updates.entries.size() - entry);
       const std::size_t n_sequences =
-          std::min<std::size_t>(cuda::kTableSequences, w.sequences.size() - sequence);
+          std::min<std::size_t>(kSequences, w.sequences.size() - sequence);
       std::copy_n(w.updates.entries.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
                   p.entries);
       std::copy_n(w.updates.places.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,

@@ -95,14 +95,13 @@ Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& 
 ///
 /// Entry k goes to blocks[places[k]], sequence k to sequences[first_sequence + k], likewise
 /// cost_before.
-inline constexpr int kTableEntries = 64;
-inline constexpr int kTableSequences = 32;
-struct PrepareParams {
-  BlockEntry entries[kTableEntries];
-  std::int32_t places[kTableEntries];
-  SequenceEntry sequences[kTableSequences];
-  std::int32_t cost_before[kTableSequences + 1];
-  std::int64_t query_positions[kTableSequences];
+template <int kEntries, int kSequences>
+struct PrepareParamsOf {
+  BlockEntry entries[kEntries];
+  std::int32_t places[kEntries];
+  SequenceEntry sequences[kSequences];
+  std::int32_t cost_before[kSequences + 1];
+  std::int64_t query_positions[kSequences];
   std::int32_t n_entries, n_sequences, first_sequence;
   BlockEntry* to_blocks;
   SequenceEntry* to_sequences;
@@ -117,7 +116,13 @@ struct PrepareParams {
   float* to_queries;
   float* to_turned;
 };
-Launch<PrepareParams> prepare_tables(const PrepareParams& params);
+/// A step's, and what a launch takes at most: what it carries is part of its time.
+inline constexpr int kStepEntries = 4, kStepSequences = 2;
+inline constexpr int kTableEntries = 64, kTableSequences = 32;
+using StepParams = PrepareParamsOf<kStepEntries, kStepSequences>;
+using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences>;
+template <class Params>
+Launch<Params> prepare_tables(const Params& params);
 
 /// Rows (n_rows, dim) of fp32, transformed and rounded to `out`.
 struct TurnParams {

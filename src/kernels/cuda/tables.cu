@@ -7,8 +7,8 @@ namespace {
 constexpr int kThreads = 128;
 
 /// Block 0 writes the tables, the others prepare a row of queries each.
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const __grid_constant__ PrepareParams p) {
+template <class Params>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params p) {
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < p.n_entries; i += kThreads)
       p.to_blocks[p.places[i]] = p.entries[i];
@@ -47,14 +47,18 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ 
 
 }  // namespace
 
-Launch<PrepareParams> prepare_tables(const PrepareParams& params) {
-  Launch<PrepareParams> launch;
-  launch.function = reinterpret_cast<const void*>(&prepare_kernel);
+template <class Params>
+Launch<Params> prepare_tables(const Params& params) {
+  Launch<Params> launch;
+  launch.function = reinterpret_cast<const void*>(&prepare_kernel<Params>);
   launch.grid = dim3(1U + (params.queries != nullptr ? static_cast<unsigned>(params.n_rows) : 0U));
   launch.block = kThreads;
   launch.params = params;
   return launch;
 }
+
+template Launch<StepParams> prepare_tables(const StepParams&);
+template Launch<PrepareParams> prepare_tables(const PrepareParams&);
 
 Launch<TurnParams> turn_rows(const TurnParams& params) {
   Launch<TurnParams> launch;
