@@ -42,7 +42,9 @@ struct AttendWork {
   cuda::AttendParams params{};
   ScratchPlan plan{};
   bool decode = false;  ///< The fast kernel can do it.
-  bool turned = false;  ///< Sealed blocks are transformed, and there are some.
+  /// Sealed keys, or values, are transformed, and there are some.
+  bool turned_keys = false;
+  bool turned_values = false;
   bool has_mask = false;
   bool has_sinks = false;
 };
@@ -64,8 +66,8 @@ ScratchPlan plan_of(const AttendWork& work) {
     const std::size_t rows =
         n_sequences * static_cast<std::size_t>(p.n_heads * p.head_dim) * sizeof(float);
     plan.queries = place(rows);
-    plan.turned = place(work.turned ? rows : 0);
-    plan.out = place(work.turned ? rows : 0);
+    plan.turned = place(work.turned_keys ? rows : 0);
+    plan.out = place(work.turned_values ? rows : 0);
   }
   if (!work.decode && p.n_splits > 1) {
     plan.partials = place(cuda::partial_floats(p) * sizeof(float));
@@ -105,7 +107,7 @@ class AttendOp final : public CudaOp {
 
   /// Whether the decode kernel has queries in fp32, from prepare().
   bool takes_copy(const mx::array& queries) const {
-    return work_->decode && (work_->turned || !queries.flags().row_contiguous);
+    return work_->decode && (work_->turned_keys || !queries.flags().row_contiguous);
   }
 
   /// Tables, and queries for the decode kernel.
@@ -138,7 +140,7 @@ class AttendOp final : public CudaOp {
       p.query_strides[1] = queries.strides(1);
       p.query_strides[2] = queries.strides(3);
       p.to_queries = at<float>(scratch, w.plan.queries);
-      p.to_turned = w.turned ? at<float>(scratch, w.plan.turned) : nullptr;
+      p.to_turned = w.turned_keys ? at<float>(scratch, w.plan.turned) : nullptr;
     }
     std::size_t entry = 0;
     std::size_t sequence = 0;
@@ -180,7 +182,7 @@ class AttendOp final : public CudaOp {
     p.workspace = device_address(inputs[4]);
     p.scale = w.params.scale;
     p.n_sequences = w.params.n_sequences;
-    p.turned_values = w.turned ? 1 : 0;
+    p.turned_values = w.turned_values ? 1 : 0;
     p.queries = device_address(inputs[1]);
     p.query_type = p.out_type = w.params.type;
     p.out = device_address(out);
@@ -188,8 +190,8 @@ class AttendOp final : public CudaOp {
       p.queries = scratch + w.plan.queries;
       p.query_type = cuda::Element::kFp32;
     }
-    if (w.turned) {
-      p.sealed_queries = scratch + w.plan.turned;
+    if (w.turned_keys) p.sealed_queries = scratch + w.plan.turned;
+    if (w.turned_values) {
       p.out = scratch + w.plan.out;
       p.out_type = cuda::Element::kFp32;
     }
@@ -200,7 +202,7 @@ class AttendOp final : public CudaOp {
           concat("[attend] the CUDA kernel cannot be launched: ", cudaGetErrorString(error)));
     }
     kernels.run(launch);
-    if (!w.turned) return;
+    if (!w.turned_values) return;
     cuda::TurnParams turn{};
     turn.rows = at<const float>(scratch, w.plan.out);
     turn.out = device_address(out);
@@ -367,7 +369,8 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
     work->query_positions.push_back(rows[i].query_position);
     work->cost_before.push_back(work->cost_before.back() +
                                 cuda::cost(geometry, table.n_raw(), table.n_sealed()));
-    work->turned |= table.n_sealed() > 0 && format.sealed[0].format.hadamard;
+    work->turned_keys |= table.n_sealed() > 0 && format.sealed[0].format.hadamard;
+    work->turned_values |= table.n_sealed() > 0 && format.sealed[1].format.hadamard;
     most_blocks = std::max(most_blocks, table.n_raw() + table.n_sealed());
   }
   work->decode = work->device.decodes && p.n_queries == 1 && !visibility.mask &&
@@ -382,7 +385,7 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   out_shape[3] = p.value_dim;
   std::size_t out_elements = 1;
   for (const mx::ShapeElem extent : out_shape) out_elements *= static_cast<std::size_t>(extent);
-  std::vector<mx::array> inputs{pending(),
+  std::vector<mx::array> inputs{latest_link(),
                                 work->decode ? queries : mx::contiguous(queries, false, stream),
                                 arena,
                                 scratch(work->plan.total),

@@ -296,7 +296,7 @@ Backend::KeysAndValues CudaBackend::gather(const LayerFormat& format, std::vecto
   work->rows = std::move(rows);
   auto outputs = mx::array::make_arrays({keys.shape(), values.shape()}, {dtype, dtype},
                                         std::make_shared<GatherOp>(stream, std::move(work)),
-                                        {pending(), keys, values});
+                                        {latest_link(), keys, values});
   return {outputs[0], outputs[1]};
 }
 
@@ -313,7 +313,7 @@ Backend::KeysAndValues CudaBackend::read_image(const LayerFormat& format,
       std::make_shared<ImageWork>(ImageWork{format, device_format(format), std::move(blocks)});
   auto outputs = mx::array::make_arrays({keys.shape(), values.shape()}, {mx::uint8, mx::uint8},
                                         std::make_shared<ReadImage>(stream, std::move(work)),
-                                        {pending(), keys, values});
+                                        {latest_link(), keys, values});
   return {outputs[0], outputs[1]};
 }
 

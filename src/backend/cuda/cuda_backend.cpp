@@ -21,9 +21,9 @@ mx::Stream gpu_stream() {
 DevicePlaces::DevicePlaces(std::function<std::optional<mx::array>()> latest)
     : latest_(std::move(latest)), places_(SegmentList::MakeMemory(device_bytes)) {}
 
-Place DevicePlaces::take(std::size_t bytes) {
+Place DevicePlaces::take(std::size_t bytes, Stay stay) {
   const std::lock_guard guard(mutex_);
-  return places_.take(bytes);
+  return places_.take(bytes, stay);
 }
 
 void DevicePlaces::give_back(const Place& place) {
@@ -97,7 +97,9 @@ DeviceFormat device_format(const LayerFormat& format) {
                                                                    : cuda::Element::kBf16;
   result.decodes = format.raw[1].head_dim == geometry.head_dim &&
                    format.seals(0) == format.seals(1) &&
-                   (!format.seals(0) || format.sealed[0].format == format.sealed[1].format) &&
+                   (!format.seals(0) ||
+                    (format.sealed[0].format.code == format.sealed[1].format.code &&
+                     format.sealed[0].format.group_size == format.sealed[1].format.group_size)) &&
                    cuda::decodes(geometry);
   const bool tiled = result.decodes && format.seals(0);
   result.sealed[0].tiled = result.sealed[1].tiled = tiled;
@@ -114,7 +116,7 @@ std::shared_ptr<CudaBackend> CudaBackend::make() {
   const auto self = std::make_shared<std::weak_ptr<CudaBackend>>();
   auto places = std::make_shared<DevicePlaces>([self]() -> std::optional<mx::array> {
     const auto backend = self->lock();
-    return backend == nullptr ? std::nullopt : std::optional(backend->pending());
+    return backend == nullptr ? std::nullopt : std::optional(backend->latest_link());
   });
   std::shared_ptr<CudaBackend> backend(new CudaBackend(std::move(places)));
   *self = backend;
@@ -124,8 +126,8 @@ std::shared_ptr<CudaBackend> CudaBackend::make() {
 CudaBackend::CudaBackend(std::shared_ptr<DevicePlaces> places)
     : places_(std::move(places)), chain_(first_link(places_)) {}
 
-std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes) {
-  const Place place = places_->take(bytes);
+std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes, Stay stay) {
+  const Place place = places_->take(bytes, stay);
   try {
     return std::make_shared<DeviceBytes>(places_, place);
   } catch (...) {
@@ -136,7 +138,13 @@ std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes) {
 
 std::size_t CudaBackend::resident_bytes() const { return places_->resident_bytes(); }
 
-mx::array CudaBackend::pending() const {
+std::int64_t CudaBackend::recover() {
+  arena_.reset();
+  pending().eval();
+  return 0;
+}
+
+mx::array CudaBackend::latest_link() const {
   const std::lock_guard guard(chain_mutex_);
   return chain_;
 }

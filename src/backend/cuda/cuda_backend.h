@@ -25,7 +25,7 @@ class DevicePlaces {
   /// @param latest  gives the last op on them; nothing once no more will come.
   explicit DevicePlaces(std::function<std::optional<mlx::core::array>()> latest);
 
-  Place take(std::size_t bytes);
+  Place take(std::size_t bytes, Stay stay);
   void give_back(const Place& place);
   std::size_t resident_bytes() const;
   /// What the next op must take as inputs.
@@ -77,9 +77,11 @@ class CudaBackend final : public Backend,
 
   std::string_view level() const override { return "cuda"; }
   std::shared_ptr<BlockMemory> memory_for_cache() override { return shared_from_this(); }
-  std::shared_ptr<BlockBytes> take(std::size_t bytes) override;
+  std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay) override;
   std::size_t resident_bytes() const override;
-  mlx::core::array pending() const override;
+  mlx::core::array pending() override { return latest_link(); }
+  /// Replaces nothing, as `ops`; what the device has of the tables is sent anew.
+  std::int64_t recover() override;
 
   void append(const LayerFormat& format, const AppendTasks& tasks, const mlx::core::array& keys,
               const mlx::core::array& values) override;
@@ -93,6 +95,7 @@ class CudaBackend final : public Backend,
                    const mlx::core::array& keys, const mlx::core::array& values) override;
 
  private:
+  mlx::core::array latest_link() const;
   explicit CudaBackend(std::shared_ptr<DevicePlaces> places);
 
   template <typename MakeOp>

@@ -84,7 +84,7 @@ struct DecodeParams {
   const void* value_codebook;
   int codebook_per_head;
   /// Whether sealed values are stored after codec::hadamard(); `out` is then transformed, too, and
-  /// should be fp32 for what undoes it. Formats int8, int4 and int2.
+  /// should be fp32 for what undoes it. All formats but vecinfer2.
   int turned_values;
   /// (n_sequences, n_heads, head_dim).
   void* out;
