@@ -249,6 +249,19 @@ std::vector<mx::array> inputs_of(const mx::array& latest, const mx::array& keys,
 
 }  // namespace
 
+mx::array CudaBackend::pending() {
+  std::vector<mx::array> inputs = places_->take_changes();
+  if (!inputs.empty()) {
+    extend_chain([&](const mx::array& latest) {
+      inputs.insert(inputs.begin(), latest);
+      return mx::array(latest.shape(), mx::uint8,
+                       std::make_shared<AppendOp>(gpu_stream(), std::make_shared<AppendWork>()),
+                       inputs);
+    });
+  }
+  return latest_link();
+}
+
 void CudaBackend::append(const LayerFormat& format, const AppendTasks& tasks, const mx::array& keys,
                          const mx::array& values) {
   auto work = std::make_shared<AppendWork>();

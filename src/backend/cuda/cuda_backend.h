@@ -79,7 +79,7 @@ class CudaBackend final : public Backend,
   std::shared_ptr<BlockMemory> memory_for_cache() override { return shared_from_this(); }
   std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay) override;
   std::size_t resident_bytes() const override;
-  mlx::core::array pending() override { return latest_link(); }
+  mlx::core::array pending() override;
   /// Replaces nothing, as `ops`; what the device has of the tables is sent anew.
   std::int64_t recover() override;
 
