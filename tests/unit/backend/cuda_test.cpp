@@ -288,7 +288,7 @@ TEST_P(Cuda, AnImageOfOneDeviceIsOneOfTheOther) {
     }
     {
       const OnDevice device(from_gpu ? mx::Device::cpu : mx::Device::gpu);
-      to.load_row(0, *image);
+      to.load_rows(std::vector{image}, std::vector<Owner>{from_gpu ? 7 : 8});
     }
     same_rows(pair);
     append(pair, 1, 1, 3);
