@@ -5,9 +5,11 @@
 #include <mlx/utils.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "backend/cuda/device.h"
+#include "util/concat.h"
 
 namespace mx = mlx::core;
 
@@ -83,6 +85,13 @@ cuda::Sealed sealed_of(codec::Code code) {
 DeviceFormat device_format(const LayerFormat& format) {
   DeviceFormat result;
   for (int role = 0; role < 2; ++role) {
+    const codec::Code code = format.sealed[role].format.code;
+    if (format.seals(role) && sealed_of(code) == cuda::Sealed::kNone) {
+      throw std::invalid_argument(concat(
+          "PagedKVCache: format ", codec::name(code),
+          " does not run on the CUDA kernels yet; allowed there: raw, int8, int4, int2, kivi4, "
+          "kivi2. KVPOOL_KERNELS=ops runs it on MLX's own ops"));
+    }
     result.raw[role] = {format.raw[role], false};
     result.sealed[role] = {format.sealed[role], false};
   }

@@ -65,6 +65,7 @@ struct DeviceFormat {
   cuda::Geometry geometry;
   bool decodes = false;
 };
+/// @throws std::invalid_argument for a format that has no CUDA kernels.
 DeviceFormat device_format(const LayerFormat& format);
 
 /// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's
