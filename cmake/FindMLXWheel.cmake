@@ -3,7 +3,7 @@ find_package(Python 3.10 REQUIRED COMPONENTS Interpreter ${KVPOOL_PYTHON_COMPONE
 if(NOT MLX_DIR)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
-      "import mlx.core, pathlib; print(pathlib.Path(mlx.core.__file__).parent / 'share/cmake/MLX')"
+      "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('mlx.core').origin).parent / 'share/cmake/MLX')"
     OUTPUT_VARIABLE MLX_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
     ERROR_VARIABLE mlx_error RESULT_VARIABLE mlx_failed)
   if(mlx_failed)
@@ -11,7 +11,7 @@ if(NOT MLX_DIR)
       "${mlx_error}\nInstall it (pip install \"mlx[cpu]\"), or set MLX_DIR.")
   endif()
 endif()
-find_package(MLX CONFIG REQUIRED)
+include(ImportMLX)
 # Warnings in MLX's headers are not ours.
 get_target_property(mlx_includes mlx INTERFACE_INCLUDE_DIRECTORIES)
 set_target_properties(mlx PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${mlx_includes}")

@@ -7,6 +7,9 @@ install(EXPORT kvpool_pool_targets NAMESPACE kvpool::
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool FILE kvpool_pool_targets.cmake)
 if(KVPOOL_WITH_MLX)
   install(TARGETS kernels kvpool EXPORT kvpool_targets)
+  if(TARGET cuda_kernels)
+    install(TARGETS cuda_kernels EXPORT kvpool_targets)
+  endif()
   install(EXPORT kvpool_targets NAMESPACE kvpool::
     DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool FILE kvpool_targets.cmake)
 endif()
@@ -14,6 +17,7 @@ configure_package_config_file(cmake/kvpoolConfig.cmake.in kvpoolConfig.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool)
 write_basic_package_version_file(kvpoolConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES
+  cmake/ImportMLX.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/kvpoolConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/kvpoolConfigVersion.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvpool)

@@ -55,23 +55,6 @@ class AttendOp final : public CpuOp {
   const std::shared_ptr<const AttendWork> work_;
 };
 
-/// `mask` as the driver takes it: bool or fp32, contiguous; its strides go into `out`.
-mx::array laid_out(const mx::array& mask, std::int64_t n_keys, attention::Mask& out,
-                   mx::Stream stream) {
-  const bool is_bool = mask.dtype() == mx::bool_;
-  const mx::array plain =
-      mx::contiguous(is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
-  out.kind = is_bool ? attention::Mask::Kind::kBool : attention::Mask::Kind::kAdditive;
-  out.n_keys = n_keys;
-  std::int64_t stride = 1;
-  for (int axis = 1; axis <= static_cast<int>(mask.ndim()); ++axis) {
-    const std::int64_t extent = plain.shape(-axis);
-    out.strides[static_cast<std::size_t>(4 - axis)] = extent == 1 ? 0 : stride;
-    stride *= extent;
-  }
-  return plain;
-}
-
 }  // namespace
 
 mx::array NativeBackend::attend(const LayerFormat& format, std::span<const AttendRow> rows,

@@ -67,11 +67,32 @@ void check_attend(const LayerFormat& format, std::span<const AttendRow> rows,
   }
 }
 
+mx::array laid_out(const mx::array& mask, std::int64_t n_keys, attention::Mask& out,
+                   mx::Stream stream) {
+  const bool is_bool = mask.dtype() == mx::bool_;
+  const mx::array plain =
+      mx::contiguous(is_bool ? mask : mx::astype(mask, mx::float32, stream), false, stream);
+  out.kind = is_bool ? attention::Mask::Kind::kBool : attention::Mask::Kind::kAdditive;
+  out.n_keys = n_keys;
+  std::int64_t stride = 1;
+  for (int axis = 1; axis <= static_cast<int>(mask.ndim()); ++axis) {
+    const std::int64_t extent = plain.shape(-axis);
+    out.strides[static_cast<std::size_t>(4 - axis)] = extent == 1 ? 0 : stride;
+    stride *= extent;
+  }
+  return plain;
+}
+
 std::shared_ptr<Backend> make_backend(std::shared_ptr<MlxBufferPool> buffers) {
   const std::string forced = kernels::forced_level();
-  const bool has_kernels = mx::to_stream({}).device == mx::Device::cpu;
-  if (forced == kernels::kOps || (forced.empty() && !has_kernels)) {
-    return std::make_shared<OpsBackend>();
+  const bool on_gpu = mx::to_stream({}).device == mx::Device::gpu;
+  if (forced == kernels::kOps) return std::make_shared<OpsBackend>();
+  if (forced == kernels::kCuda || (forced.empty() && on_gpu)) {
+    if (std::shared_ptr<Backend> cuda = make_cuda_backend()) return cuda;
+    if (forced.empty()) return std::make_shared<OpsBackend>();
+    throw std::invalid_argument(
+        "KVPOOL_KERNELS: no kernels 'cuda' here: this kvpool was built without them, or they do not "
+        "run on the device that MLX uses");
   }
   if (!forced.empty()) kernels::table_named(forced);  // Refused here, not when an op runs.
   return std::make_shared<NativeBackend>(std::move(buffers));

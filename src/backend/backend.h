@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mlx/array.h>
+#include <mlx/stream.h>
 
 #include <cstdint>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/attention.h"
 #include "kvpool/mlx_buffer_pool.h"
 #include "sequence/sequence.h"
 
@@ -82,6 +84,13 @@ class Backend {
 /// @throws std::invalid_argument naming what of attend()'s arguments does not fit.
 void check_attend(const LayerFormat& format, std::span<const AttendRow> rows,
                   const mlx::core::array& queries, const Visibility& visibility);
+
+/// `mask` as kernels take it: bool or fp32, contiguous; its strides go into `out`.
+mlx::core::array laid_out(const mlx::core::array& mask, std::int64_t n_keys, attention::Mask& out,
+                          mlx::core::Stream stream);
+
+/// Null where this library has no CUDA kernels, or they do not run on the device here.
+std::shared_ptr<Backend> make_cuda_backend();
 
 /// The backend for the stream in use: the kernels of its device, or `ops` where there are none or
 /// KVPOOL_KERNELS says so.

@@ -78,7 +78,7 @@ std::string forced_level() {
 const KernelTable& active() {
   static const KernelTable& table = []() -> const KernelTable& {
     const std::string forced = forced_level();
-    if (!forced.empty() && forced != kOps) return table_named(forced);
+    if (!forced.empty() && forced != kOps && forced != kCuda) return table_named(forced);
     const KernelTable* best = nullptr;
     for (const Level& level : levels()) {
       if (level.table != nullptr) best = level.table;

@@ -122,6 +122,9 @@ const KernelTable& table_named(std::string_view name);
 /// The level that has no kernels: paged caches run on MLX's own ops, on any device.
 inline constexpr std::string_view kOps = "ops";
 
+/// The level of NVIDIA GPUs, where it was built; it has no table.
+inline constexpr std::string_view kCuda = "cuda";
+
 /// The environment's KVPOOL_KERNELS; empty if it is not set.
 std::string forced_level();
 

@@ -47,9 +47,14 @@ void Sequence::clear() noexcept {
     holds_[role].clear();
   }
   blocks_ = std::make_shared<BlockList>();
-  view_.reset();
+  rewritten();
   length_ = 0;
   n_settled_ = 0;
+}
+
+void Sequence::rewritten() noexcept {
+  view_.reset();
+  ++n_rewrites_;
 }
 
 /// The list for changes: a copy if a fork or a snapshot has the present one. Their hold on the bytes
@@ -185,7 +190,7 @@ Sequence::Plan::~Plan() {
 void Sequence::Plan::commit() noexcept {
   Sequence& s = *sequence_;
   BlockList& blocks = *s.blocks_;
-  if (!sealed_.empty() || own_copy_[0] != nullptr || n_dropped_ > 0) s.view_.reset();
+  if (!sealed_.empty() || own_copy_[0] != nullptr || n_dropped_ > 0) s.rewritten();
   for (Sealed& sealed : sealed_) {
     blocks[sealed.block].bytes[sealed.role] = std::move(sealed.bytes);
     blocks[sealed.block].format[sealed.role] = sealed.format;
@@ -233,7 +238,7 @@ void Sequence::Plan::commit() noexcept {
 
 void Sequence::shorten(std::int64_t length) {
   BlockList& blocks = own_blocks();
-  view_.reset();
+  rewritten();
   while (!blocks.empty() && blocks.back().position >= length) {
     for (const int role : kRoles) {
       pool_->release({&holds_[role].back(), 1});

@@ -161,8 +161,13 @@ class Sequence {
   /// The blocks as the native backend's attention takes them.
   std::shared_ptr<const AttendView> view(const LayerFormat& format);
   Owner owner() const noexcept { return owner_; }
+  /// Grows whenever blocks have changed otherwise than by tokens added at the end.
+  std::uint64_t n_rewrites() const noexcept { return n_rewrites_; }
+  /// What the backend keeps with the sequence.
+  std::shared_ptr<void>& attachment() noexcept { return attachment_; }
 
  private:
+  void rewritten() noexcept;
   std::size_t first_needed(const LayerFormat& format) const noexcept;
   bool is_open(const TokenBlock& block, const LayerFormat& format) const noexcept;
   BlockList& own_blocks();
@@ -174,6 +179,8 @@ class Sequence {
   std::vector<Block> holds_[2];  ///< Of blocks_, one each.
   /// Kept from step to step; null when more has changed than that tokens were added.
   std::shared_ptr<AttendView> view_;
+  std::shared_ptr<void> attachment_;
+  std::uint64_t n_rewrites_ = 0;
   std::int64_t length_ = 0;
   std::size_t n_settled_ = 0;  ///< Leading blocks that sealing is done with.
 };

@@ -23,6 +23,8 @@ std::list<Segment>::iterator find(std::list<Segment>& segments, const Segment* s
 
 SegmentList::SegmentList(std::shared_ptr<MlxBufferPool> buffers) : buffers_(std::move(buffers)) {}
 
+SegmentList::SegmentList(MakeMemory make) : make_(std::move(make)) {}
+
 SegmentList::~SegmentList() {
   for (auto& [key, size] : sizes_) {
     while (!size.open.empty()) remove(size.open, size.open.begin());
@@ -31,9 +33,10 @@ SegmentList::~SegmentList() {
 }
 
 void SegmentList::remove(std::list<Segment>& segments, std::list<Segment>::iterator segment) noexcept {
-  const MlxBuffer buffer = segment->buffer;
+  const std::optional<MlxBuffer> buffer = segment->buffer;
+  if (!buffer) changes_.push_back(segment->version);
   segments.erase(segment);
-  if (buffer.live()) buffers_->release(buffer);
+  if (buffer && buffer->live()) buffers_->release(*buffer);
 }
 
 bool SegmentList::has_free(std::size_t place_bytes) const {
@@ -48,12 +51,17 @@ void SegmentList::add_segment(SizeClass& size, std::size_t place_bytes, Stay sta
   const std::size_t n_places = bytes / place_bytes;
   std::vector<std::uint32_t> free(n_places);
   std::iota(free.rbegin(), free.rend(), 0U);
-  const MlxBuffer buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8,
-                                           {static_cast<mx::ShapeElem>(bytes)});
-  size.open.push_back(Segment{buffer, buffer.array(), place_bytes, n_places, stay,
+  std::optional<MlxBuffer> buffer;
+  if (buffers_ != nullptr) {
+    buffer = buffers_->alloc(mx::Device::cpu, bytes, mx::uint8, {static_cast<mx::ShapeElem>(bytes)});
+  }
+  const mx::array memory = buffer ? buffer->array() : make_(bytes);
+  if (!buffer) changes_.push_back(memory);
+  const std::size_t capacity = buffer ? buffer->capacity() : memory.nbytes();
+  size.open.push_back(Segment{buffer, memory, capacity, place_bytes, n_places, stay,
                               std::move(free)});
-  size.bytes += buffer.capacity();
-  resident_bytes_ += buffer.capacity();
+  size.bytes += capacity;
+  resident_bytes_ += capacity;
 }
 
 Place SegmentList::take(std::size_t place_bytes, Stay stay) {
@@ -75,8 +83,8 @@ void SegmentList::give_back(const Place& place) noexcept {
   segment.free.push_back(place.index);
   if (segment.free.size() < segment.n_places) return;
 
-  size.bytes -= segment.buffer.capacity();
-  resident_bytes_ -= segment.buffer.capacity();
+  size.bytes -= segment.bytes;
+  resident_bytes_ -= segment.bytes;
   remove(size.open, find(size.open, &segment));
 }
 

@@ -4,9 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,8 +19,9 @@ namespace kvpool::detail {
 
 /// A buffer cut into places of one size, and the latest version of its contents.
 struct Segment {
-  MlxBuffer buffer;
+  std::optional<MlxBuffer> buffer;  ///< None if the memory is `version`'s own.
   mlx::core::array version;
+  std::size_t bytes;
   std::size_t place_bytes;
   std::size_t n_places;
   Stay stay;
@@ -39,7 +42,12 @@ struct Place {
 /// without a place taken goes back. Not thread-safe.
 class SegmentList {
  public:
+  /// Makes zeroed memory of so many bytes.
+  using MakeMemory = std::function<mlx::core::array(std::size_t bytes)>;
+
   explicit SegmentList(std::shared_ptr<MlxBufferPool> buffers);
+  /// Segments of memory that `make` makes. The next op must take take_changes() as inputs.
+  explicit SegmentList(MakeMemory make);
   ~SegmentList();
   SegmentList(const SegmentList&) = delete;
   SegmentList& operator=(const SegmentList&) = delete;
@@ -51,6 +59,13 @@ class SegmentList {
   void give_back(const Place& place) noexcept;
 
   std::size_t resident_bytes() const noexcept { return resident_bytes_; }
+  /// Memory made since the last call, which may not be ready, and memory given back, which ops
+  /// before may still use.
+  std::vector<mlx::core::array> take_changes() noexcept { return std::exchange(changes_, {}); }
+  /// Forgets those that are ready, when no op is under way.
+  void drop_changes() {
+    std::erase_if(changes_, [](const mlx::core::array& memory) { return memory.is_available(); });
+  }
 
  private:
   struct SizeClass {
@@ -63,6 +78,8 @@ class SegmentList {
   void remove(std::list<Segment>& segments, std::list<Segment>::iterator segment) noexcept;
 
   const std::shared_ptr<MlxBufferPool> buffers_;
+  const MakeMemory make_;
+  std::vector<mlx::core::array> changes_;
   std::map<std::pair<std::size_t, Stay>, SizeClass> sizes_;
   std::size_t resident_bytes_ = 0;
 };

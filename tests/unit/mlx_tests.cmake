@@ -33,3 +33,12 @@ target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJEC
 gtest_discover_tests(paged_test DISCOVERY_TIMEOUT 60
   TEST_PREFIX ops. TEST_FILTER "PagedCache.*:PagedAliasing.*"
   PROPERTIES ENVIRONMENT KVPOOL_KERNELS=ops)
+
+if(KVPOOL_BUILD_EXAMPLES)
+  kvpool_test(examples_test llama_example examples/llama_test.cpp)
+  add_test(NAME llama_decode COMMAND llama_decode --shape tiny --tokens 4 --cache stock,raw,int8)
+endif()
+
+if(TARGET cuda_kernels)
+  kvpool_test(cuda_test kvpool::kvpool backend/cuda_test.cpp)
+endif()

@@ -25,7 +25,7 @@ struct Config {
   static constexpr int kSteps = kDim / 32;  // Of 32 channels.
   static constexpr int kGroups = kDim / kGroup;
   /// Affine values are summed times this.
-  static constexpr float kValueUnit = kVq || kRawOnly || kBits == 8 ? 1.F : 0x1p-6F;
+  static constexpr float kValueUnit = kVq || kRawOnly || kBits == 8 ? 1.F : kBits == 4 ? 0x1p-6F : 0x1p-8F;
   /// Tiles to a unit, which is what is copied at a time.
   static constexpr int kUnit = kRawOnly || kBits > 2 && !kKivi ? 1 : 2;
   static constexpr int kCodeBytes = kRawOnly ? 0 : code_bytes(kFormat, kDim);

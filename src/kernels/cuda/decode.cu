@@ -63,6 +63,10 @@ bool supported(const Geometry& g) {
 
 }  // namespace
 
+bool decodes(const Geometry& g) noexcept {
+  return supported(g) && choose_kernel(g, 1).function != nullptr;
+}
+
 std::size_t raw_part_bytes(const Geometry& g) noexcept {
   return static_cast<std::size_t>(g.block_size) * g.head_dim * 2;
 }

@@ -26,7 +26,11 @@ struct alignas(32) BlockEntry {
   /// read.
   std::int32_t first_token = 0;
   std::int32_t end_token = 0;
-  std::int64_t reserved = 0;
+  // What decode attention does not ask: the position of token 0, and which of the two is sealed.
+  std::int32_t position = 0;
+  std::uint8_t keys_sealed = 0;
+  std::uint8_t values_sealed = 0;
+  bool operator==(const BlockEntry&) const = default;
 };
 
 /// One sequence: a run of raw and a run of sealed entries. Scores have no order, so that sinks,
@@ -47,6 +51,9 @@ struct Geometry {
   int group_size = 32;  // 32 or 64, of the affine codes.
   Element raw = Element::kBf16;
 };
+
+/// Whether there is a kernel for the geometry. The number of query heads does not matter.
+bool decodes(const Geometry& geometry) noexcept;
 
 /// Bytes of one KV head's part of a block.
 std::size_t raw_part_bytes(const Geometry& geometry) noexcept;
@@ -76,6 +83,9 @@ struct DecodeParams {
   const float* key_scale;
   const void* value_codebook;
   int codebook_per_head;
+  /// Whether sealed values are stored after codec::hadamard(); `out` is then transformed, too, and
+  /// should be fp32 for what undoes it. All formats but vecinfer2.
+  int turned_values;
   /// (n_sequences, n_heads, head_dim).
   void* out;
   /// workspace_bytes(), zero at first use; each launch leaves it fit for the next of the same

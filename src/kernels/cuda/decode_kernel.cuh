@@ -403,6 +403,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
       if (has_raw(now)) {
         attend_raw<C>(acc, p.blocks + now.first_raw, now.raw_from + warp, now.raw_to, p.tiles_log2,
                       static_cast<std::size_t>(now.kv_head) * p.raw_stride, scale, raw_query);
+        if constexpr (C::kAffine || C::kKivi) {
+          if (p.turned_values) acc.turn();
+        }
         if constexpr (C::kValueUnit != 1.F) {
 #pragma unroll
           for (int n = 0; n < C::kSets; ++n)

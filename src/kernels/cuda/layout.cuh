@@ -130,11 +130,13 @@ __host__ __device__ inline CodePlace affine_value(int bits, int dim, int token, 
   return {word_offset(lane, tok, bytes), 2 * (e / 2 * 2 + i) + 16 * (e % 2)};
 }
 /// Codes of values are read as subnormal fp16 numbers too, so their scales and biases are stored
-/// times a power of two: scales of 2-bit groups must be under 16, of 4-bit groups too.
+/// times a power of two: scales of 2-bit groups must be under 64, of 4-bit groups under 16.
 __host__ __device__ constexpr int value_scale_exponent(int bits, int dim, int token, int d) {
-  return bits == 8 ? 0 : bits == 4 ? 12 : (dim == 64 ? token % 2 : d / 64 % 2) ? 10 : 12;
+  return bits == 8 ? 0 : bits == 4 ? 12 : (dim == 64 ? token % 2 : d / 64 % 2) ? 8 : 10;
 }
-__host__ __device__ constexpr int value_bias_exponent(int bits) { return bits == 8 ? 0 : -6; }
+__host__ __device__ constexpr int value_bias_exponent(int bits) {
+  return bits == 8 ? 0 : bits == 4 ? -6 : -8;
+}
 /// Byte within a tile's codes of sub-vector j (channels 4j ... 4j + 3).
 __host__ __device__ inline int vecinfer_key(int dim, int token, int j) {
   const int s = j / 8, hi = (j % 8) / 4, c = j % 4;

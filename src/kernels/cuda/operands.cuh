@@ -23,6 +23,44 @@ struct Accumulator {
     }
   }
 
+  /// Transforms the sums (codec::hadamard()), for values that are stored as they are beside others
+  /// that are stored transformed. Channel 64i + 8g + 4j + k is o[.][2i + j][k].
+  __device__ __forceinline__ void turn() {
+    const int lane = threadIdx.x & 31;
+    constexpr float kUnit = C::kDim == 128 ? 0.088388347648318441F : 0.125F;
+    const auto meet = [](float& a, float& b) {
+      const float x = a;
+      a = x + b;
+      b = x - b;
+    };
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u) {
+        meet(o[n][u][0], o[n][u][1]), meet(o[n][u][2], o[n][u][3]);
+        meet(o[n][u][0], o[n][u][2]), meet(o[n][u][1], o[n][u][3]);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int u = 0; u < C::kSteps; u += 2) meet(o[n][u][k], o[n][u + 1][k]);
+        if constexpr (C::kSteps == 4) {
+          meet(o[n][0][k], o[n][2][k]), meet(o[n][1][k], o[n][3][k]);
+        }
+#pragma unroll
+        for (int u = 0; u < C::kSteps; ++u) {
+          float x = o[n][u][k];
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) {
+            const float other = __shfl_xor_sync(kAllLanes, x, d);
+            x = lane & d ? other - x : x + other;
+          }
+          o[n][u][k] = kUnit * x;
+        }
+      }
+    }
+  }
+
   /// Scores (in powers of two) of tokens g and g + 8 of each tile to weights in the layout of an
   /// operand.
   template <class P, int kTiles>

@@ -122,7 +122,7 @@ class World {
         pool_(std::make_shared<BlockPoolAllocator>(PoolConfig{
             .block_size = kBlockSize, .n_blocks = n_blocks, .grow_on_exhaustion = grows})),
         storage_(std::make_shared<PagedStorage>(pool_)),
-        streams_{mx::default_stream(mx::Device::cpu), second_stream()} {}
+        streams_{mx::default_stream(mx::default_device()), second_stream()} {}
   ~World() { mx::set_default_stream(streams_[0]); }
 
   void apply(const Operation& op) {
@@ -196,7 +196,7 @@ class World {
   };
 
   static mx::Stream second_stream() {
-    static const mx::Stream stream = mx::new_stream(mx::Device::cpu);
+    static const mx::Stream stream = mx::new_stream(mx::default_device());
     return stream;
   }
 

@@ -1,0 +1,421 @@
+#include <mlx/fast.h>
+#include <mlx/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <memory>
+#include <stdexcept>
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/cuda_op.h"
+#include "util/concat.h"
+
+namespace mx = mlx::core;
+
+namespace kvpool::detail {
+
+namespace {
+
+cuda::Element element_of(mx::Dtype dtype) {
+  if (dtype == mx::float32) return cuda::Element::kFp32;
+  return dtype == mx::float16 ? cuda::Element::kFp16 : cuda::Element::kBf16;
+}
+
+cuda::Element raw_element(const LayerFormat& format) {
+  const codec::Code code = format.raw[0].format.code;
+  if (code == codec::Code::kFp32) return cuda::Element::kFp32;
+  return code == codec::Code::kFp16 ? cuda::Element::kFp16 : cuda::Element::kBf16;
+}
+
+/// Where in the scratch memory things lie, in bytes.
+struct ScratchPlan {
+  std::size_t sequences, costs, positions, queries, turned, out, partials, total;
+};
+
+struct AttendWork {
+  DeviceFormat device;
+  TableUpdates updates;
+  std::vector<cuda::SequenceEntry> sequences;
+  std::vector<std::int32_t> cost_before;
+  std::vector<std::int64_t> query_positions;
+  cuda::AttendParams params{};
+  ScratchPlan plan{};
+  bool decode = false;  ///< The fast kernel can do it.
+  /// Sealed keys, or values, are transformed, and there are some.
+  bool turned_keys = false;
+  bool turned_values = false;
+  bool has_mask = false;
+  bool has_sinks = false;
+};
+
+ScratchPlan plan_of(const AttendWork& work) {
+  const cuda::AttendParams& p = work.params;
+  ScratchPlan plan{};
+  std::size_t end = 0;
+  const auto place = [&end](std::size_t bytes) {
+    const std::size_t start = end;
+    end += (bytes + 255) / 256 * 256;
+    return start;
+  };
+  const auto n_sequences = static_cast<std::size_t>(p.n_sequences);
+  plan.sequences = place(n_sequences * sizeof(cuda::SequenceEntry));
+  plan.costs = place((n_sequences + 1) * sizeof(std::int32_t));
+  plan.positions = place(n_sequences * sizeof(std::int64_t));
+  if (work.decode) {
+    const std::size_t rows =
+        n_sequences * static_cast<std::size_t>(p.n_heads * p.head_dim) * sizeof(float);
+    plan.queries = place(rows);
+    plan.turned = place(work.turned_keys ? rows : 0);
+    plan.out = place(work.turned_values ? rows : 0);
+  }
+  if (!work.decode && p.n_splits > 1) {
+    plan.partials = place(cuda::partial_floats(p) * sizeof(float));
+  }
+  plan.total = end;
+  return plan;
+}
+
+/// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, memory for
+/// the result, then the mask and the sinks if there are any.
+class AttendOp final : public CudaOp {
+ public:
+  AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
+      : CudaOp(stream), work_(std::move(work)) {}
+  const char* name() const override { return "kvpool::Attend"; }
+
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array& queries = inputs[1];
+    mx::array& out = outputs[1];
+    out.copy_shared_buffer(inputs[5], out.strides(), {true, true, false}, out.size());
+    KernelQueue kernels = extend(inputs, outputs);
+    std::byte* const scratch = device_address(inputs[3]);
+    prepare(kernels, queries, device_address(inputs[2]), scratch);
+    if (out.size() == 0) return;
+    if (work_->decode) {
+      decode(kernels, inputs, out);
+    } else {
+      attend(kernels, inputs, out);
+    }
+  }
+
+ private:
+  template <typename T>
+  static T* at(std::byte* memory, std::size_t offset) {
+    return reinterpret_cast<T*>(memory + offset);
+  }
+
+  /// Whether the decode kernel has queries in fp32, from prepare().
+  bool takes_copy(const mx::array& queries) const {
+    return work_->decode && (work_->turned_keys || !queries.flags().row_contiguous);
+  }
+
+  /// Tables, and queries for the decode kernel.
+  void prepare(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
+               std::byte* scratch) const {
+    if (work_->updates.entries.size() <= cuda::kStepEntries &&
+        work_->sequences.size() <= cuda::kStepSequences) {
+      send<cuda::kStepEntries, cuda::kStepSequences>(kernels, queries, tables, scratch);
+    } else {
+      send<cuda::kTableEntries, cuda::kTableSequences>(kernels, queries, tables, scratch);
+    }
+  }
+
+  template <int kEntries, int kSequences>
+  void send(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
+            std::byte* scratch) const {
+    const AttendWork& w = *work_;
+    cuda::PrepareParamsOf<kEntries, kSequences> p{};
+    p.to_blocks = at<cuda::BlockEntry>(tables, 0);
+    p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
+    p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
+    p.to_query_positions = at<std::int64_t>(scratch, w.plan.positions);
+    if (takes_copy(queries)) {
+      p.queries = device_address(queries);
+      p.query_type = w.params.type;
+      p.n_rows = w.params.n_sequences * w.params.n_heads;
+      p.n_heads = w.params.n_heads;
+      p.head_dim = w.params.head_dim;
+      p.query_strides[0] = queries.strides(0);
+      p.query_strides[1] = queries.strides(1);
+      p.query_strides[2] = queries.strides(3);
+      p.to_queries = at<float>(scratch, w.plan.queries);
+      p.to_turned = w.turned_keys ? at<float>(scratch, w.plan.turned) : nullptr;
+    }
+    std::size_t entry = 0;
+    std::size_t sequence = 0;
+    while (entry < w.updates.entries.size() || sequence < w.sequences.size()) {
+      const std::size_t n_entries =
+          std::min<std::size_t>(kEntries, w.updates.entries.size() - entry);
+      const std::size_t n_sequences =
+          std::min<std::size_t>(kSequences, w.sequences.size() - sequence);
+      std::copy_n(w.updates.entries.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
+                  p.entries);
+      std::copy_n(w.updates.places.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
+                  p.places);
+      std::copy_n(w.sequences.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences,
+                  p.sequences);
+      std::copy_n(w.query_positions.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences,
+                  p.query_positions);
+      if (n_sequences > 0) {
+        std::copy_n(w.cost_before.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences + 1,
+                    p.cost_before);
+      }
+      p.n_entries = static_cast<std::int32_t>(n_entries);
+      p.n_sequences = static_cast<std::int32_t>(n_sequences);
+      p.first_sequence = static_cast<std::int32_t>(sequence);
+      kernels.run(cuda::prepare_tables(p));
+      p.queries = nullptr;
+      entry += n_entries;
+      sequence += n_sequences;
+    }
+  }
+
+  void decode(KernelQueue& kernels, const std::vector<mx::array>& inputs,
+              const mx::array& out) const {
+    const AttendWork& w = *work_;
+    std::byte* const scratch = device_address(inputs[3]);
+    cuda::DecodeParams p{};
+    p.blocks = at<const cuda::BlockEntry>(device_address(inputs[2]), 0);
+    p.sequences = at<const cuda::SequenceEntry>(scratch, w.plan.sequences);
+    p.cost_before = at<const std::int32_t>(scratch, w.plan.costs);
+    p.workspace = device_address(inputs[4]);
+    p.scale = w.params.scale;
+    p.n_sequences = w.params.n_sequences;
+    p.turned_values = w.turned_values ? 1 : 0;
+    p.queries = device_address(inputs[1]);
+    p.query_type = p.out_type = w.params.type;
+    p.out = device_address(out);
+    if (takes_copy(inputs[1])) {
+      p.queries = scratch + w.plan.queries;
+      p.query_type = cuda::Element::kFp32;
+    }
+    if (w.turned_keys) p.sealed_queries = scratch + w.plan.turned;
+    if (w.turned_values) {
+      p.out = scratch + w.plan.out;
+      p.out_type = cuda::Element::kFp32;
+    }
+    cuda::DecodeLaunch launch;
+    if (const cudaError_t error = cuda::prepare(w.device.geometry, p, n_processors(), &launch);
+        error != cudaSuccess) {
+      throw std::runtime_error(
+          concat("[attend] the CUDA kernel cannot be launched: ", cudaGetErrorString(error)));
+    }
+    kernels.run(launch);
+    if (!w.turned_values) return;
+    cuda::TurnParams turn{};
+    turn.rows = at<const float>(scratch, w.plan.out);
+    turn.out = device_address(out);
+    turn.out_type = w.params.type;
+    turn.n_rows = w.params.n_sequences * w.params.n_heads;
+    turn.dim = w.params.value_dim;
+    kernels.run(cuda::turn_rows(turn));
+  }
+
+  void attend(KernelQueue& kernels, const std::vector<mx::array>& inputs,
+              const mx::array& out) const {
+    const AttendWork& w = *work_;
+    std::byte* const scratch = device_address(inputs[3]);
+    cuda::AttendParams p = w.params;
+    p.blocks = at<const cuda::BlockEntry>(device_address(inputs[2]), 0);
+    p.sequences = at<const cuda::SequenceEntry>(scratch, w.plan.sequences);
+    p.query_positions = at<const std::int64_t>(scratch, w.plan.positions);
+    p.queries = device_address(inputs[1]);
+    p.out = device_address(out);
+    std::size_t next = 6;
+    if (w.has_mask) p.mask = device_address(inputs[next++]);
+    if (w.has_sinks) p.sinks = reinterpret_cast<const float*>(device_address(inputs[next++]));
+    p.partials = at<float>(scratch, w.plan.partials);
+    kernels.run(cuda::attend(p));
+    if (p.n_splits > 1) kernels.run(cuda::merge(p));
+  }
+
+  const std::shared_ptr<const AttendWork> work_;
+};
+
+/// Whether a row's one query sees all its tokens.
+bool sees_all(const AttendRow& row, const Visibility& visibility) {
+  const std::int64_t length = row.sequence->length();
+  return (!visibility.causal || row.query_position >= length - 1) &&
+         (visibility.window == 0 || visibility.window > row.query_position);
+}
+
+/// Whether to unpack a layer's rows for MLX's fused attention, which is faster than our own for
+/// many queries. It takes equal lengths, no more than a causal mask, and these dims.
+bool fits_fused_prefill(const LayerFormat& format, std::span<const AttendRow> rows,
+                        const mx::array& queries, const Visibility& visibility) {
+  constexpr int kLeastQueries = 16;
+  const int dim = format.raw[0].head_dim;
+  const mx::Dtype dtype = queries.dtype();
+  return queries.shape(2) >= kLeastQueries && (dim == 64 || dim == 128) &&
+         format.raw[1].head_dim == dim && element_of(dtype) == raw_element(format) &&
+         dtype != mx::float32 && !visibility.mask && !visibility.sinks &&
+         visibility.soft_cap == 0.0F && visibility.window == 0 &&
+         std::all_of(rows.begin(), rows.end(), [&](const AttendRow& row) {
+           return row.sequence->length() == rows[0].sequence->length() &&
+                  row.query_position + queries.shape(2) == row.sequence->length();
+         });
+}
+
+}  // namespace
+
+void CudaBackend::update_tables(std::span<const AttendRow> rows, TableUpdates& updates,
+                                std::vector<const BlockTable*>& tables) {
+  constexpr std::int32_t kFirstEntries = 1 << 12;
+  if (arena_ == nullptr) arena_ = std::make_shared<TableArena>(kFirstEntries);
+  for (std::size_t i = 0; i < rows.size();) {
+    std::shared_ptr<void>& attachment = rows[i].sequence->attachment();
+    if (attachment == nullptr) attachment = std::make_shared<BlockTable>();
+    auto* const table = static_cast<BlockTable*>(attachment.get());
+    if (table->update(*rows[i].sequence, arena_, updates)) {
+      tables.push_back(table);
+      ++i;
+      continue;
+    }
+    // A larger arena, for all rows anew; other caches' rows follow when they attend.
+    arena_ = std::make_shared<TableArena>(2 * arena_->n_entries());
+    updates = {};
+    tables.clear();
+    i = 0;
+  }
+}
+
+mx::array CudaBackend::scratch(std::size_t bytes) {
+  if (!scratch_ || scratch_->nbytes() < bytes) {
+    scratch_ = device_bytes(std::bit_ceil(std::max<std::size_t>(bytes, 1 << 16)));
+  }
+  return *scratch_;
+}
+
+mx::array CudaBackend::result_memory(std::size_t bytes) {
+  constexpr std::size_t kLargest = std::size_t{1} << 20;
+  constexpr std::size_t kMost = 256;
+  const auto make = [&] {
+    return mx::zeros({static_cast<mx::ShapeElem>(bytes)}, mx::uint8, gpu_stream());
+  };
+  if (bytes == 0 || bytes > kLargest) return make();
+  std::vector<mx::array>& memories = results_[bytes];
+  const auto free = std::find_if(memories.begin(), memories.end(), [](const mx::array& memory) {
+    return memory.data_shared_ptr() != nullptr && memory.is_donatable();
+  });
+  if (free != memories.end()) {
+    std::rotate(memories.begin(), free + 1, memories.end());  // The next is likely free, too.
+    return memories.back();
+  }
+  if (memories.size() >= kMost) return make();
+  return memories.emplace_back(make());
+}
+
+mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
+  const std::size_t bytes = cuda::workspace_bytes(
+      g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))), n_processors());
+  const std::array<int, 7> key{g.n_heads,
+                               g.n_kv_heads,
+                               g.head_dim,
+                               g.block_size,
+                               g.group_size,
+                               static_cast<int>(g.sealed),
+                               static_cast<int>(g.raw)};
+  auto found = workspaces_.find(key);
+  if (found == workspaces_.end() || found->second.nbytes() < bytes) {
+    found = workspaces_.insert_or_assign(key, device_bytes(bytes)).first;
+  }
+  return found->second;
+}
+
+mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendRow> rows,
+                              const mx::array& queries, float scale, const Visibility& visibility) {
+  const mx::Stream stream = gpu_stream();
+  if (fits_fused_prefill(format, rows, queries, visibility)) {
+    std::vector<RowBlocks> blocks;
+    for (const AttendRow& row : rows) {
+      blocks.push_back({row.sequence->snapshot(), 0, row.sequence->length()});
+    }
+    const auto [keys, values] = gather(format, std::move(blocks), queries.dtype());
+    return mx::fast::scaled_dot_product_attention(
+        queries, keys, values, scale, visibility.causal ? "causal" : "", {}, {}, false, stream);
+  }
+  auto work = std::make_shared<AttendWork>();
+  work->device = device_format(format);
+  cuda::Geometry& geometry = work->device.geometry;
+  geometry.n_heads = queries.shape(1);
+
+  cuda::AttendParams& p = work->params;
+  p.type = element_of(queries.dtype());
+  for (int role = 0; role < 2; ++role) {
+    p.raw[role] = work->device.raw[role];
+    p.sealed[role] = work->device.sealed[role];
+    p.raw_bytes[role] = static_cast<std::uint32_t>(codec::part_bytes(format.raw[role]));
+    p.sealed_bytes[role] = static_cast<std::uint32_t>(codec::part_bytes(format.sealed[role]));
+  }
+  p.n_sequences = static_cast<std::int32_t>(rows.size());
+  p.n_heads = queries.shape(1);
+  p.n_kv_heads = format.n_kv_heads;
+  p.n_queries = queries.shape(2);
+  p.head_dim = format.raw[0].head_dim;
+  p.value_dim = format.raw[1].head_dim;
+  p.scale = scale;
+  p.soft_cap = visibility.soft_cap;
+  p.causal = visibility.causal;
+  p.window = visibility.window;
+
+  std::vector<const BlockTable*> tables;
+  update_tables(rows, work->updates, tables);
+  int most_blocks = 0;
+  work->cost_before.push_back(0);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const BlockTable& table = *tables[i];
+    work->sequences.push_back(table.entry());
+    work->query_positions.push_back(rows[i].query_position);
+    work->cost_before.push_back(work->cost_before.back() +
+                                cuda::cost(geometry, table.n_raw(), table.n_sealed()));
+    work->turned_keys |= table.n_sealed() > 0 && format.sealed[0].format.hadamard;
+    work->turned_values |= table.n_sealed() > 0 && format.sealed[1].format.hadamard;
+    most_blocks = std::max(most_blocks, table.n_raw() + table.n_sealed());
+  }
+  work->decode = work->device.decodes && p.n_queries == 1 && !visibility.mask &&
+                 !visibility.sinks && visibility.soft_cap == 0.0F &&
+                 std::all_of(rows.begin(), rows.end(),
+                             [&](const AttendRow& row) { return sees_all(row, visibility); });
+  p.n_splits = cuda::attend_splits(p, most_blocks, n_processors());
+  work->plan = plan_of(*work);
+
+  const mx::array& arena = arena_->memory();
+  mx::Shape out_shape = queries.shape();
+  out_shape[3] = p.value_dim;
+  std::size_t out_elements = 1;
+  for (const mx::ShapeElem extent : out_shape) out_elements *= static_cast<std::size_t>(extent);
+  std::vector<mx::array> inputs{latest_link(),
+                                work->decode ? queries : mx::contiguous(queries, false, stream),
+                                arena,
+                                scratch(work->plan.total),
+                                work->decode ? decode_workspace(geometry, p.n_sequences) : arena,
+                                result_memory(out_elements * mx::size_of(queries.dtype()))};
+  if (visibility.mask) {
+    attention::Mask mask;
+    inputs.push_back(
+        laid_out(*visibility.mask, rows.empty() ? 0 : rows[0].sequence->length(), mask, stream));
+    std::copy_n(mask.strides.begin(), 4, p.mask_strides);
+    p.mask_is_bool = mask.kind == attention::Mask::Kind::kBool;
+    work->has_mask = true;
+  }
+  if (visibility.sinks) {
+    inputs.push_back(
+        mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false, stream));
+    work->has_sinks = true;
+  }
+  for (mx::array& change : places_->take_changes()) inputs.push_back(std::move(change));
+
+  mx::array out = queries;
+  extend_chain([&](const mx::array& latest) {
+    inputs.front() = latest;
+    auto outputs =
+        mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},
+                               std::make_shared<AttendOp>(stream, std::move(work)), inputs);
+    out = outputs[1];
+    return outputs[0];
+  });
+  return out;
+}
+
+}  // namespace kvpool::detail

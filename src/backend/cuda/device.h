@@ -1,0 +1,59 @@
+#pragma once
+
+#include <mlx/array.h>
+#include <mlx/stream.h>
+
+#include <cstddef>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/blocks.h"
+
+namespace kvpool::detail {
+
+/// Where an array that is evaluated, or whose evaluation is under way, lies in device memory.
+std::byte* device_address(const mlx::core::array& array);
+
+/// Zeroed device memory of at least `bytes`, as MLX counts it. Its address is known at once; ops
+/// that use it take it as an input, to come after the zeros.
+mlx::core::array device_bytes(std::size_t bytes);
+
+/// Multiprocessors of the device in use.
+int n_processors();
+
+/// The kernels of one op, which run one after the other. The first input is the chain's link: each
+/// kernel comes after those that had it before, and before those that have it after. It is kept
+/// until they have run.
+class KernelQueue {
+ public:
+  KernelQueue(mlx::core::Stream stream, const std::vector<mlx::core::array>& inputs,
+              const std::vector<mlx::core::array>& outputs);
+
+  template <class Params>
+  void run(const cuda::Launch<Params>& launch) {
+    Params params = launch.params;
+    void* arguments[] = {&params};
+    add(launch.function, launch.grid, launch.block, launch.shared_bytes, arguments);
+  }
+  void run(const cuda::DecodeLaunch& launch);
+
+  /// Keeps `held` until the kernels have run.
+  template <class Held>
+  void hold(Held held) {
+    hold_until_done([held = std::move(held)] {});
+  }
+
+ private:
+  const mlx::core::array& link() const noexcept { return inputs_.front(); }
+  void add(const void* function, dim3 grid, unsigned block, unsigned shared_bytes,
+           void** arguments);
+  void hold_until_done(std::function<void()> last);
+
+  const mlx::core::Stream stream_;
+  bool first_ = true;
+  const std::vector<mlx::core::array>& inputs_;
+  const std::vector<mlx::core::array>& outputs_;
+};
+
+}  // namespace kvpool::detail

@@ -1,0 +1,166 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/codec.h"
+#include "kernels/cuda/decode.h"
+
+/// What moves and recodes the bytes of blocks, on the device. Each function says how to launch one
+/// kernel; its one argument is `params`, by value, so that no list has to be brought to the device.
+/// Tasks of one launch must not overlap.
+namespace kvpool::cuda {
+
+/// Whether the kernels were built for the device in use.
+bool run_here() noexcept;
+
+template <class Params>
+struct Launch {
+  const void* function = nullptr;
+  dim3 grid;
+  unsigned block = 0;
+  unsigned shared_bytes = 0;
+  Params params{};
+};
+
+/// How a part lies: as codec.h says or, if `tiled`, as layout.cuh says, which is as long.
+struct PartFormat {
+  codec::PartGeometry geometry;
+  bool tiled = false;
+};
+
+/// Rows from one place to another, so many a head. All strides are in bytes; what is written lies
+/// row behind row.
+struct CopyTask {
+  const std::byte* from;
+  std::byte* to;
+  std::int64_t from_head, to_head;  ///< From one head to the next.
+  std::uint32_t n_heads, n_rows;
+  std::int64_t from_row;
+  std::int64_t from_element;
+  std::uint32_t row_bytes;
+  std::uint32_t element_bytes;  ///< 1, 2 or 4.
+};
+inline constexpr int kCopyTasks = 32;
+struct CopyParams {
+  CopyTask tasks[kCopyTasks];
+};
+/// `tasks`: 1 to kCopyTasks.
+Launch<CopyParams> copy(const CopyTask* tasks, int n_tasks);
+
+/// A block of raw rows, encoded whole.
+struct SealTask {
+  const std::byte* from;
+  std::byte* to;
+};
+inline constexpr int kSealTasks = 128;
+struct SealParams {
+  SealTask tasks[kSealTasks];
+  PartFormat raw, sealed;
+  std::uint32_t raw_bytes, sealed_bytes;  ///< Of a part.
+};
+Launch<SealParams> seal(const SealTask* tasks, int n_tasks, const PartFormat& raw,
+                        const PartFormat& sealed, int n_kv_heads);
+
+/// Tokens first_token ... of a sealed block, decoded to raw rows; `to` is of head 0's first of
+/// them.
+struct UnsealTask {
+  const std::byte* from;
+  std::byte* to;
+  std::int32_t first_token, n_tokens;
+};
+inline constexpr int kUnsealTasks = 96;
+struct UnsealParams {
+  UnsealTask tasks[kUnsealTasks];
+  PartFormat sealed;
+  Element row_type;
+  std::uint32_t sealed_bytes;
+  std::int64_t head_stride;  ///< Bytes from a head's rows to the next's, in what is written.
+};
+Launch<UnsealParams> unseal(const UnsealTask* tasks, int n_tasks, const PartFormat& sealed,
+                            Element row_type, std::int64_t head_stride, int n_kv_heads);
+
+/// Sealed blocks from one layout to the other, code by code: they decode alike.
+struct RelayParams {
+  SealTask tasks[kSealTasks];
+  PartFormat from, to;
+  std::uint32_t part_bytes;
+};
+Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& from,
+                          const PartFormat& to, int n_kv_heads);
+
+/// Writes to the tables that attention reads, and prepares queries.
+///
+/// Entry k goes to blocks[places[k]], sequence k to sequences[first_sequence + k], likewise
+/// cost_before.
+template <int kEntries, int kSequences>
+struct PrepareParamsOf {
+  BlockEntry entries[kEntries];
+  std::int32_t places[kEntries];
+  SequenceEntry sequences[kSequences];
+  std::int32_t cost_before[kSequences + 1];
+  std::int64_t query_positions[kSequences];
+  std::int32_t n_entries, n_sequences, first_sequence;
+  BlockEntry* to_blocks;
+  SequenceEntry* to_sequences;
+  std::int32_t* to_cost_before;
+  std::int64_t* to_query_positions;
+  /// (sequences, heads, head_dim) of query_type, or null: nothing to prepare. Strides in elements.
+  const void* queries;
+  Element query_type;
+  std::int32_t n_rows, n_heads, head_dim;
+  std::int64_t query_strides[3];
+  /// fp32: the queries as they are and, if not null, transformed.
+  float* to_queries;
+  float* to_turned;
+};
+/// A step's, and what a launch takes at most: what it carries is part of its time.
+inline constexpr int kStepEntries = 4, kStepSequences = 2;
+inline constexpr int kTableEntries = 64, kTableSequences = 32;
+using StepParams = PrepareParamsOf<kStepEntries, kStepSequences>;
+using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences>;
+template <class Params>
+Launch<Params> prepare_tables(const Params& params);
+
+/// Rows (n_rows, dim) of fp32, transformed and rounded to `out`.
+struct TurnParams {
+  const float* rows;
+  void* out;
+  Element out_type;
+  std::int32_t n_rows, dim;
+};
+Launch<TurnParams> turn_rows(const TurnParams& params);
+
+/// Attention of any kind over blocks of any format: slower than decode.h's.
+struct AttendParams {
+  const BlockEntry* blocks;
+  const SequenceEntry* sequences;
+  const std::int64_t* query_positions;
+  const void* queries;  ///< (n_sequences, n_heads, n_queries, head_dim)
+  void* out;            ///< (n_sequences, n_heads, n_queries, value_dim)
+  Element type;
+  PartFormat raw[2], sealed[2];
+  std::uint32_t raw_bytes[2], sealed_bytes[2];  ///< Of a part.
+  std::int32_t n_sequences, n_heads, n_kv_heads, n_queries, head_dim, value_dim;
+  float scale, soft_cap;
+  bool causal;
+  std::int64_t window;
+  /// Null, or (sequence, head, query, key) with these strides: bool or fp32, by position.
+  const void* mask;
+  bool mask_is_bool;
+  std::int64_t mask_strides[4];
+  const float* sinks;  ///< (n_heads,) or null.
+  /// partial_floats() of them if n_splits > 1.
+  float* partials;
+  std::int32_t n_splits;
+};
+/// Splits of the sequence that keep `n_processors` busy with `n_blocks` to a sequence.
+int attend_splits(const AttendParams& params, int n_blocks, int n_processors);
+std::size_t partial_floats(const AttendParams& params);
+Launch<AttendParams> attend(const AttendParams& params);
+/// After attend(), if n_splits > 1.
+Launch<AttendParams> merge(const AttendParams& params);
+
+}  // namespace kvpool::cuda

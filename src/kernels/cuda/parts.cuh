@@ -1,0 +1,181 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/blocks.h"
+#include "kernels/cuda/layout.cuh"
+#include "kernels/integer_layout.h"
+
+/// Elements of parts one at a time, whatever the format and the layout: for what is not in the
+/// decode step.
+namespace kvpool::cuda {
+
+using codec::Code;
+using codec::PartGeometry;
+using codec::Role;
+
+__host__ __device__ constexpr bool is_raw(Code code) { return code <= Code::kBf16; }
+__host__ __device__ constexpr int bits_of(Code code) {
+  return code == Code::kInt8 ? 8 : code == Code::kInt4 || code == Code::kKivi4 ? 4 : 2;
+}
+/// Whether scales are by channel, over the whole block.
+__host__ __device__ constexpr bool by_channel(const PartGeometry& g) {
+  return g.role == Role::kKeys && (g.format.code == Code::kKivi4 || g.format.code == Code::kKivi2);
+}
+__host__ __device__ constexpr Sealed sealed_of(Code code) {
+  switch (code) {
+    case Code::kInt8:
+      return Sealed::kInt8;
+    case Code::kInt4:
+      return Sealed::kInt4;
+    case Code::kInt2:
+      return Sealed::kInt2;
+    case Code::kKivi4:
+      return Sealed::kKivi4;
+    case Code::kKivi2:
+      return Sealed::kKivi2;
+    default:
+      return Sealed::kNone;
+  }
+}
+
+/// Where an element's code, scale and bias lie in its part, in bytes. What is stored of a scale is
+/// the scale times 2^scale_exponent, likewise of a bias.
+struct ElementPlace {
+  std::uint32_t code, scale, bias;
+  int shift, scale_exponent, bias_exponent;
+};
+
+/// The codes of a tile: where they start, and their bytes.
+struct TileCodes {
+  std::uint32_t start, bytes;
+};
+
+__device__ inline TileCodes tile_codes(const PartFormat& part, int tile) {
+  const PartGeometry& g = part.geometry;
+  const int bits = bits_of(g.format.code);
+  const kernels::PartShape shape{g.block_size, g.head_dim, g.format.group_size};
+  const int n_tile = kernels::tile_at(shape, tile).n_tokens;
+  // Both layouts have as many bytes.
+  const auto header = static_cast<std::uint32_t>(by_channel(g) ? kernels::channel_bytes(shape) : 0);
+  const auto stride = static_cast<std::uint32_t>(
+      by_channel(g) ? kernels::code_bytes(g.role, bits, kTileTokens, g.head_dim)
+                    : kernels::affine_tile_bytes(g.role, bits, shape, kTileTokens));
+  return {header + tile * stride,
+          static_cast<std::uint32_t>(kernels::code_bytes(g.role, bits, n_tile, g.head_dim))};
+}
+
+__device__ inline ElementPlace place_of(const PartFormat& part, int token, int d) {
+  const PartGeometry& g = part.geometry;
+  const int bits = bits_of(g.format.code), dim = g.head_dim, group = g.format.group_size;
+  const int tile = token / kTileTokens, t = token % kTileTokens;
+  const TileCodes codes = tile_codes(part, tile);
+  ElementPlace place{};
+  if (!part.tiled) {
+    const kernels::PartShape shape{g.block_size, dim, group};
+    const int n_tile = kernels::tile_at(shape, tile).n_tokens;
+    const kernels::CodePlace at = kernels::code_place(g.role, bits, n_tile, dim, t, d);
+    place.code = codes.start + static_cast<std::uint32_t>(at.byte);
+    place.shift = at.shift;
+    if (by_channel(g)) {
+      place.scale = 2 * d;
+      place.bias = static_cast<std::uint32_t>(kernels::channel_bytes(shape) / 2) + 2 * d;
+    } else {
+      place.scale = codes.start + codes.bytes + 2 * (d / group * n_tile + t);
+      place.bias =
+          place.scale + static_cast<std::uint32_t>(kernels::group_bytes(shape, n_tile) / 2);
+    }
+    return place;
+  }
+  CodePlace at{};
+  if (by_channel(g)) {
+    at = kivi_key(bits, dim, t, d);
+    place.scale = 2 * d;
+    place.bias = 2 * (dim + d);
+    place.scale_exponent = kivi_scale_exponent(bits, d);
+  } else if (g.role == Role::kKeys) {
+    at = affine_key(bits, dim, t, d);
+    place.scale = codes.start + codes.bytes + 4 * key_scale_index(dim, group, t, d);
+    place.bias = place.scale + 2;
+  } else {
+    at = affine_value(bits, dim, t, d);
+    place.scale = codes.start + codes.bytes + 4 * value_scale_index(dim, group, t, d);
+    place.bias = place.scale + 2;
+    place.scale_exponent = value_scale_exponent(bits, dim, t, d);
+    place.bias_exponent = value_bias_exponent(bits);
+  }
+  place.code = codes.start + at.offset + at.shift / 8;
+  place.shift = at.shift % 8;
+  return place;
+}
+
+__device__ inline float power_of_two(int exponent) {
+  return __int_as_float((127 + exponent) << 23);
+}
+__device__ inline float half_at(const std::byte* part, std::uint32_t offset) {
+  return __half2float(*reinterpret_cast<const __half*>(part + offset));
+}
+__device__ inline int code_at(const std::byte* part, const ElementPlace& place, int bits) {
+  return static_cast<int>(part[place.code]) >> place.shift & ((1 << bits) - 1);
+}
+
+__device__ inline float load_element(const void* rows, Element type, std::size_t at) {
+  if (type == Element::kFp32) return static_cast<const float*>(rows)[at];
+  if (type == Element::kFp16) return __half2float(static_cast<const __half*>(rows)[at]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(rows)[at]);
+}
+__device__ inline void store_element(void* rows, Element type, std::size_t at, float x) {
+  if (type == Element::kFp32) {
+    static_cast<float*>(rows)[at] = x;
+  } else if (type == Element::kFp16) {
+    static_cast<__half*>(rows)[at] = __float2half_rn(x);
+  } else {
+    static_cast<__nv_bfloat16*>(rows)[at] = __float2bfloat16_rn(x);
+  }
+}
+__host__ __device__ constexpr Element element_of(Code code) {
+  return code == Code::kFp32   ? Element::kFp32
+         : code == Code::kFp16 ? Element::kFp16
+                               : Element::kBf16;
+}
+
+/// An element as it is stored, any transform not undone. Rounds as the other kernels do.
+__device__ inline float stored_element(const PartFormat& part, const std::byte* bytes, int token,
+                                       int d) {
+  const PartGeometry& g = part.geometry;
+  if (is_raw(g.format.code)) {
+    return load_element(bytes, element_of(g.format.code),
+                        static_cast<std::size_t>(token) * g.head_dim + d);
+  }
+  const ElementPlace place = place_of(part, token, d);
+  const float scale = half_at(bytes, place.scale) * power_of_two(-place.scale_exponent);
+  const float bias = half_at(bytes, place.bias) * power_of_two(-place.bias_exponent);
+  const auto code = static_cast<float>(code_at(bytes, place, bits_of(g.format.code)));
+  return __fadd_rn(__fmul_rn(scale, code), bias);
+}
+
+/// Transforms `n` rows of `dim` in shared memory, `stride` apart, by all threads of the block: as
+/// codec::hadamard(), sum by sum. Barriers stand before and after.
+__device__ inline void turn(float* rows, int n, int dim, int stride) {
+  const int size = dim & -dim;
+  for (int half = 1; half < size; half *= 2) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < n * dim / 2; i += blockDim.x) {
+      const int row = i / (dim / 2), pair = i % (dim / 2);
+      const int low = pair / half * 2 * half + pair % half;
+      float* const at = rows + row * stride + low;
+      const float a = at[0], b = at[half];
+      at[0] = a + b;
+      at[half] = a - b;
+    }
+  }
+  __syncthreads();
+  const float scale = __fdiv_rn(1.F, __fsqrt_rn(static_cast<float>(size)));
+  for (int i = threadIdx.x; i < n * dim; i += blockDim.x) rows[i / dim * stride + i % dim] *= scale;
+  __syncthreads();
+}
+
+}  // namespace kvpool::cuda
