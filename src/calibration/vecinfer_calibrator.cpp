@@ -16,6 +16,7 @@
 #include "calibration/smoothing.h"
 #include "calibration/token_sample.h"
 #include "codec/codec.h"
+#include "codec/half.h"
 #include "util/concat.h"
 #include "util/shape_text.h"
 
@@ -23,8 +24,6 @@ namespace mx = mlx::core;
 
 namespace kvpool {
 namespace {
-
-constexpr float kLargestHalf = 65504.0F;
 
 /// Points of a codebook, at most: more change no digit of a result.
 constexpr std::size_t kMaxPoints = std::size_t{1} << 17;
@@ -284,8 +283,9 @@ void VecInferCalibrator::observe(std::int64_t layer, const mx::array& queries,
   const mx::array v = fp32(values);
   const mx::array q = fp32(queries);
   for (const mx::array* array : {&q, &k, &v}) {
-    const std::span elements(array->data<float>(), array->size());
-    if (!std::ranges::all_of(elements, [](float x) { return std::fabs(x) <= kLargestHalf; })) {
+    const std::span<const float> elements(array->data<float>(), array->size());
+    if (!std::all_of(elements.begin(), elements.end(),
+                     [](float x) { return std::abs(x) <= codec::kHalfMax; })) {
       refuse("queries, keys and values must be finite and fit fp16; those of layer ", layer,
              " do not");
     }
