@@ -201,6 +201,8 @@ std::vector<Formats> all_formats() {
 
 class Backends : public ::testing::TestWithParam<std::string> {
  protected:
+  void SetUp() override { mx::random::seed(11); }
+
   std::string level() const { return GetParam() == "native" ? native_level() : GetParam(); }
   PagedKVCache cache(const PagedKVCacheConfig& config, std::vector<Owner> owners = {1},
                      std::int64_t block_size = 16) const {
