@@ -21,7 +21,7 @@ demo: build  ## The main job on the default model.
 test: build $(ARM64)  ## Every test: C++, Python, installed package.
 	cmake --preset dev
 	cmake --build --preset dev
-	ctest --preset dev
+	ctest --preset dev -j$(shell nproc)
 	$(BIN)/python -m pytest
 	KVPOOL_KERNELS=ops $(BIN)/python -m pytest $(PAGED_TESTS)
 	$(BIN)/python tests/install/run.py build/wheel build/install

@@ -1,16 +1,26 @@
 # The kernels of each instruction set are files with flags of their own.
-# GCC takes the undefined operands of its own AVX-512 header for a mistake.
+# GCC takes the undefined operands of its own AVX-512 header for a mistake. Sums of integer products
+# run out of AVX2's registers where it puts off adding the products or adds them to each other first.
 # Without contraction of a * b + c, every level decodes the same bits.
 set(KVPOOL_LEVEL_SOURCES src/kernels/levels_generic.cpp src/calibration/nearest_generic.cpp)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(avx2_sources
     src/calibration/nearest_avx2.cpp
-    src/kernels/avx2/integer.cpp
+    src/kernels/avx2/affine_keys.cpp
+    src/kernels/avx2/affine_values.cpp
+    src/kernels/avx2/channel_keys.cpp
+    src/kernels/avx2/encode.cpp
     src/kernels/avx2/raw.cpp
     src/kernels/avx2/table.cpp
     src/kernels/avx2/vector.cpp)
   set_source_files_properties(${avx2_sources} PROPERTIES COMPILE_OPTIONS
     "-mavx2;-mfma;-mf16c;-ffp-contract=off")
+  set_source_files_properties(
+    src/kernels/avx2/affine_keys.cpp
+    src/kernels/avx2/affine_values.cpp
+    src/kernels/avx2/channel_keys.cpp
+    PROPERTIES COMPILE_OPTIONS
+    "$<$<CXX_COMPILER_ID:GNU>:-fno-tree-reassoc$<SEMICOLON>-fno-tree-ter>;-mavx2;-mfma;-mf16c;-ffp-contract=off")
   set(avx512_sources
     src/calibration/nearest_avx512.cpp
     src/kernels/avx512/affine_keys.cpp

@@ -190,23 +190,8 @@ bool encodable(const PartGeometry& geometry, const float* row) {
   return std::ranges::all_of(elements, [](float x) { return std::fabs(x) <= kHalfMax; });
 }
 
-void hadamard(float* rows, int n_rows, int dim) noexcept {
-  const int size = dim & -dim;
-  const float scale = 1.0F / std::sqrt(static_cast<float>(size));
-  const std::size_t n_blocks = as_size(n_rows) * as_size(dim / size);
-  for (std::size_t block = 0; block < n_blocks; ++block, rows += size) {
-    for (int half = 1; half < size; half *= 2) {
-      for (int i = 0; i < size; i += 2 * half) {
-        for (int j = i; j < i + half; ++j) {
-          const float a = rows[j];
-          const float b = rows[j + half];
-          rows[j] = a + b;
-          rows[j + half] = a - b;
-        }
-      }
-    }
-    for (int i = 0; i < size; ++i) rows[i] *= scale;
-  }
+void hadamard(float* rows, int n_rows, int dim) {
+  kernels::active().hadamard(rows, n_rows, dim);
 }
 
 std::string_view name(Code code) noexcept { return info(code).name; }

@@ -113,8 +113,9 @@ void decode(const PartGeometry& geometry, const std::byte* part, int first_token
 bool encodable(const PartGeometry& geometry, const float* row);
 
 /// Multiplies each row of (n_rows, dim) by the orthonormal Walsh-Hadamard matrix of the largest
-/// power of two that divides `dim`, block by block along the row. Its own inverse.
-void hadamard(float* rows, int n_rows, int dim) noexcept;
+/// power of two that divides `dim`, a multiple of 8, block by block along the row. Its own inverse.
+/// The same bits at every level.
+void hadamard(float* rows, int n_rows, int dim);
 
 /// "fp32", "int4", "kivi2", "vecinfer1.5", ...
 std::string_view name(Code code) noexcept;

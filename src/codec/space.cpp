@@ -23,7 +23,7 @@ Space::Space(const Format& format, int kv_head) noexcept : hadamard_(format.hada
   hadamard_ = transform_->hadamard;
 }
 
-void Space::enter(float* rows, int n_rows, int dim) const noexcept {
+void Space::enter(float* rows, int n_rows, int dim) const {
   if (transform_ != nullptr) {
     const HeadTransform& t = *transform_;
     for_elements(rows, n_rows, dim,
@@ -32,7 +32,7 @@ void Space::enter(float* rows, int n_rows, int dim) const noexcept {
   if (hadamard_) hadamard(rows, n_rows, dim);
 }
 
-void Space::leave(float* rows, int n_rows, int dim) const noexcept {
+void Space::leave(float* rows, int n_rows, int dim) const {
   if (hadamard_) hadamard(rows, n_rows, dim);
   if (transform_ == nullptr) return;
   const HeadTransform& t = *transform_;
@@ -40,7 +40,7 @@ void Space::leave(float* rows, int n_rows, int dim) const noexcept {
                [&](float& x, std::size_t d) { x = x * t.smooth[d] + t.mean[d]; });
 }
 
-void Space::enter_queries(float* queries, int n_rows, int dim, float* offsets) const noexcept {
+void Space::enter_queries(float* queries, int n_rows, int dim, float* offsets) const {
   if (transform_ != nullptr) {
     const HeadTransform& t = *transform_;
     for (int row = 0; row < n_rows; ++row) {
@@ -54,7 +54,7 @@ void Space::enter_queries(float* queries, int n_rows, int dim, float* offsets) c
   if (hadamard_) hadamard(queries, n_rows, dim);
 }
 
-void Space::leave_sums(float* sums, int n_rows, int dim, const float* weights) const noexcept {
+void Space::leave_sums(float* sums, int n_rows, int dim, const float* weights) const {
   if (hadamard_) hadamard(sums, n_rows, dim);
   if (transform_ == nullptr) return;
   const HeadTransform& t = *transform_;

@@ -21,15 +21,15 @@ class Space {
   bool operator==(const Space&) const = default;
 
   /// (n_rows, dim) to and from the space, in place.
-  void enter(float* rows, int n_rows, int dim) const noexcept;
-  void leave(float* rows, int n_rows, int dim) const noexcept;
+  void enter(float* rows, int n_rows, int dim) const;
+  void leave(float* rows, int n_rows, int dim) const;
 
   /// Turns queries so that their products with stored keys, plus offsets[row], are those with the
   /// keys themselves. `offsets` is for spaces with a mean.
-  void enter_queries(float* queries, int n_rows, int dim, float* offsets) const noexcept;
+  void enter_queries(float* queries, int n_rows, int dim, float* offsets) const;
   /// Turns sums of weighted stored values into those of the values themselves; weights[row] is the
   /// sum of the weights, and for spaces with a mean.
-  void leave_sums(float* sums, int n_rows, int dim, const float* weights) const noexcept;
+  void leave_sums(float* sums, int n_rows, int dim, const float* weights) const;
 
  private:
   const HeadTransform* transform_ = nullptr;

@@ -99,6 +99,8 @@ struct KernelTable {
   /// Each value becomes cap * tanh(value / cap).
   void (*soft_cap)(float* values, std::size_t n, float cap);
   void (*scale)(float* values, std::size_t n, float factor);
+  /// codec::hadamard(), in the same order of additions at every level.
+  void (*hadamard)(float* rows, int n_rows, int dim);
 
   const KeyKernels& of_keys(Layout layout) const noexcept {
     return keys[static_cast<std::size_t>(layout)];

@@ -9,9 +9,16 @@ const KernelTable& table();
 
 KeyKernels raw_keys(Layout layout);
 ValueKernels raw_values(Layout layout);
-KeyKernels integer_keys(Layout layout);
-ValueKernels integer_values(Layout layout);
+KeyKernels affine_keys(Layout layout);
+ValueKernels affine_values(Layout layout);
+KeyKernels channel_keys(Layout layout);
 KeyKernels vector_keys(Layout layout);
 ValueKernels vector_values(Layout layout);
+
+/// encode() of the integer layouts, and the transform. AVX-512 has no use for wider ones.
+using Encode = decltype(KeyKernels::encode);
+Encode key_encoder(Layout layout);
+Encode value_encoder(Layout layout);
+void hadamard(float* rows, int n_rows, int dim);
 
 }  // namespace kvpool::kernels::avx2

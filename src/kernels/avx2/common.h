@@ -4,57 +4,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/integer_layout.h"
 #include "kernels/kernels.h"
+#include "kernels/x86/run.h"
 
 namespace kvpool::kernels::avx2 {
 
-/// Queries that a kernel takes at a time.
-inline constexpr int kMostQueries = 4;
-
-/// Calls run(first query, its count as a constant) over n_queries.
-template <typename Run>
-inline void for_query_chunks(int n_queries, const Run& run) {
-  int first = 0;
-  for (; first + kMostQueries <= n_queries; first += kMostQueries) {
-    run(first, std::integral_constant<int, kMostQueries>());
-  }
-  switch (n_queries - first) {
-    case 3:
-      return run(first, std::integral_constant<int, 3>());
-    case 2:
-      return run(first, std::integral_constant<int, 2>());
-    case 1:
-      return run(first, std::integral_constant<int, 1>());
-    default:
-      return;
-  }
-}
-
-/// Fetches what a run names as ahead, in step with the work on the run.
-class Ahead {
- public:
-  explicit Ahead(const PartRun& run) : run_(run) {}
-
-  /// Asks for the next n_bytes.
-  void fetch(std::size_t n_bytes) {
-    for (std::size_t n = 0; n < n_bytes && part_ < run_.n_ahead; n += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
-      offset_ += 64;
-      if (offset_ >= run_.ahead_bytes) {
-        offset_ = 0;
-        ++part_;
-      }
-    }
-  }
-
- private:
-  const PartRun& run_;
-  std::size_t part_ = 0;
-  std::size_t offset_ = 0;
-};
+using x86::Ahead;
+using x86::for_query_chunks;
 
 inline __m256 load_halves(const std::byte* halves) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
@@ -64,6 +22,18 @@ inline float sum_of(__m256 x) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+inline __m256 abs(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x); }
+
+inline __m256 round(__m256 x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline float largest_of(__m256 x) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
 }  // namespace kvpool::kernels::avx2

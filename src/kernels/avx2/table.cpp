@@ -87,16 +87,16 @@ const KernelTable& table() {
   using enum Layout;
   static const KernelTable kTable = {
       .name = "avx2",
-      .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), integer_keys(kAffine8),
-               integer_keys(kAffine4), integer_keys(kAffine2), integer_keys(kChannel4),
-               integer_keys(kChannel2), vector_keys(kVector2), vector_keys(kVector4),
+      .keys = {raw_keys(kFp32), raw_keys(kFp16), raw_keys(kBf16), affine_keys(kAffine8),
+               affine_keys(kAffine4), affine_keys(kAffine2), channel_keys(kChannel4),
+               channel_keys(kChannel2), vector_keys(kVector2), vector_keys(kVector4),
                vector_keys(kVector8), vector_keys(kVector8Wide)},
       .values = {raw_values(kFp32),
                  raw_values(kFp16),
                  raw_values(kBf16),
-                 integer_values(kAffine8),
-                 integer_values(kAffine4),
-                 integer_values(kAffine2),
+                 affine_values(kAffine8),
+                 affine_values(kAffine4),
+                 affine_values(kAffine2),
                  {},
                  {},
                  vector_values(kVector2),
@@ -107,6 +107,7 @@ const KernelTable& table() {
       .exp_sum = exp_sum,
       .soft_cap = soft_cap,
       .scale = scale,
+      .hadamard = hadamard,
   };
   return kTable;
 }

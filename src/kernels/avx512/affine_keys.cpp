@@ -1,3 +1,4 @@
+#include "kernels/avx2/avx2.h"
 #include "kernels/avx512/common.h"
 #include "kernels/avx512/decode.h"
 #include "kernels/scalar/scalar.h"
@@ -150,6 +151,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
 template <int kBits>
 KeyKernels keys_of() {
   KeyKernels kernels = scalar::affine_keys(kAffineLayout<kBits>);
+  kernels.encode = avx2::key_encoder(kAffineLayout<kBits>);
   kernels.prepared_bytes = prepared_bytes;
   kernels.prepare = prepare<kBits>;
   kernels.scores = scores<kBits>;

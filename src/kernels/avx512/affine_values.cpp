@@ -1,3 +1,4 @@
+#include "kernels/avx2/avx2.h"
 #include "kernels/avx512/common.h"
 #include "kernels/avx512/decode.h"
 #include "kernels/scalar/scalar.h"
@@ -9,8 +10,9 @@ using codec::Role;
 
 constexpr int kMostGroups = codec::kMaxHeadDim / 32;
 
-/// Tiles that share the steps of their fixed-point numbers.
-constexpr int kMostTiles = 4;
+/// Tiles that share the steps of their fixed-point numbers: as many as 32 bits can sum, since 256
+/// products of 65530 and 128 fit.
+constexpr int kMostTiles = 16;
 
 /// The largest of 16 fp16 >= 0.
 float largest_half(__m256i halves) {
@@ -23,8 +25,10 @@ float largest_half(__m256i halves) {
 
 /// Sums for kQueries queries, a few tiles at a time. Products of weights and scales become
 /// numbers of 16 bits, unsigned here, in steps of the largest weight times the largest scale; then
-/// each vector of channels goes through the tiles in registers. Codes of 8 bits are made signed,
-/// with the bias of the middle code.
+/// each vector of channels goes through the tiles in registers.
+/// What rounding takes from one number is carried over to the same lane of the next tile, so that
+/// many small weights do not vanish. Codes of 8 bits are made signed, with the bias of the middle
+/// code.
 template <int kBits, int kQueries>
 class Sums {
  public:
@@ -62,6 +66,8 @@ class Sums {
 
  private:
   static constexpr float kMiddle = kBits == 8 ? 128.0F : 0.0F;
+  /// What is carried over at last counts as if of a middle code.
+  static constexpr float kMiddleLeft = kBits == 8 ? 0.0F : 0.5F * ((1 << kBits) - 1);
   /// Of an unsigned number, with room for rounding.
   static constexpr float kMostSteps = 65530.0F;
 
@@ -100,6 +106,12 @@ class Sums {
     }
     const float largest_scale = at_least(largest_half(most));
     const __m512 inverse = _mm512_set1_ps(kMostSteps / largest_scale);
+    float steps[kQueries];
+    for (int q = 0; q < kQueries; ++q) {
+      steps[q] = largest_weight[q] * largest_scale * (1.0F / kMostSteps);
+    }
+    __m512 carried[kQueries];
+    for (__m512& x : carried) x = _mm512_setzero_ps();
     alignas(64) std::int32_t digits[kMostTiles][kQueries][kDigitWords];
     for (int i = 0; i < n_tiles_; ++i) {
       const __m512 scale = load_halves(tiles_[i] + scales);
@@ -107,13 +119,15 @@ class Sums {
           _mm512_fmadd_ps(scale, _mm512_set1_ps(kMiddle), load_halves(tiles_[i] + biases));
       const __m512 number = _mm512_mul_ps(scale, inverse);
       for (int q = 0; q < kQueries; ++q) {
-        store_unsigned_digits<kBits>(_mm512_mul_ps(part_of_largest[q][i], number), digits[i][q]);
+        const __m512 exact = _mm512_fmadd_ps(part_of_largest[q][i], number, carried[q]);
+        store_unsigned_digits<kBits>(exact, digits[i][q]);
+        carried[q] = _mm512_sub_ps(exact, _mm512_roundscale_ps(exact, _MM_FROUND_TO_NEAREST_INT));
         biases_[g][q] = _mm512_fmadd_ps(weights_[q][i], bias, biases_[g][q]);
       }
     }
-    float steps[kQueries];
     for (int q = 0; q < kQueries; ++q) {
-      steps[q] = largest_weight[q] * largest_scale * (1.0F / kMostSteps);
+      biases_[g][q] =
+          _mm512_fmadd_ps(carried[q], _mm512_set1_ps(kMiddleLeft * steps[q]), biases_[g][q]);
     }
     const int dim = shape_.head_dim;
     const int end = (g + 1) * shape_.group_size < dim ? (g + 1) * shape_.group_size : dim;
@@ -212,6 +226,7 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
 template <int kBits>
 ValueKernels values_of(Layout layout) {
   ValueKernels kernels = scalar::affine_values(layout);
+  kernels.encode = avx2::value_encoder(layout);
   kernels.accumulate = accumulate<kBits>;
   kernels.decode = value_decoder(layout);
   return kernels;

@@ -4,57 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/integer_layout.h"
 #include "kernels/kernels.h"
+#include "kernels/x86/run.h"
 
 namespace kvpool::kernels::avx512 {
 
-/// Queries that a kernel takes at a time.
-inline constexpr int kMostQueries = 4;
-
-/// Calls run(first query, its count as a constant) over n_queries.
-template <typename Run>
-inline void for_query_chunks(int n_queries, const Run& run) {
-  int first = 0;
-  for (; first + kMostQueries <= n_queries; first += kMostQueries) {
-    run(first, std::integral_constant<int, kMostQueries>());
-  }
-  switch (n_queries - first) {
-    case 3:
-      return run(first, std::integral_constant<int, 3>());
-    case 2:
-      return run(first, std::integral_constant<int, 2>());
-    case 1:
-      return run(first, std::integral_constant<int, 1>());
-    default:
-      return;
-  }
-}
-
-/// Fetches what a run names as ahead, in step with the work on the run.
-class Ahead {
- public:
-  explicit Ahead(const PartRun& run) : run_(run) {}
-
-  /// Asks for the next n_bytes.
-  void fetch(std::size_t n_bytes) {
-    for (std::size_t n = 0; n < n_bytes && part_ < run_.n_ahead; n += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
-      offset_ += 64;
-      if (offset_ >= run_.ahead_bytes) {
-        offset_ = 0;
-        ++part_;
-      }
-    }
-  }
-
- private:
-  const PartRun& run_;
-  std::size_t part_ = 0;
-  std::size_t offset_ = 0;
-};
+using x86::Ahead;
+using x86::for_query_chunks;
+using x86::kMostQueries;
 
 /// fp32 rows are worked on, and queries kept, in steps of this many elements; the last is filled
 /// up with zeros.
@@ -139,9 +98,9 @@ inline void store_digits(__m512 numbers_plus_128, std::int32_t* digits) {
   // 128 more makes the low digit unsigned and rounds the high one.
   const __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(kDigitOrder<kBits>.from),
                                                 _mm512_cvtps_epi32(numbers_plus_128));
-  const __m128i low = _mm_xor_si128(_mm512_castsi512_si128(bytes), _mm_set1_epi8(-128));
-  _mm_store_si128(reinterpret_cast<__m128i*>(digits), low);
-  _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm512_extracti32x4_epi32(bytes, 1));
+  const __m256i middles = _mm256_zextsi128_si256(_mm_set1_epi8(-128));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(digits),
+                     _mm256_xor_si256(_mm512_castsi512_si256(bytes), middles));
 }
 
 /// The same with both digits unsigned, of numbers from 0 to 65535.

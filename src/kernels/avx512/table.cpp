@@ -1,5 +1,6 @@
 #include <limits>
 
+#include "kernels/avx2/avx2.h"
 #include "kernels/avx512/avx512.h"
 #include "kernels/avx512/common.h"
 
@@ -114,6 +115,7 @@ const KernelTable& table() {
       .exp_sum = exp_sum,
       .soft_cap = soft_cap,
       .scale = scale,
+      .hadamard = avx2::hadamard,
   };
   return kTable;
 }

@@ -99,6 +99,7 @@ const KernelTable& table() {
       .exp_sum = exp_sum,
       .soft_cap = soft_cap,
       .scale = scale,
+      .hadamard = scalar::table().hadamard,
   };
   return kTable;
 }

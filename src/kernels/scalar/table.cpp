@@ -31,6 +31,26 @@ void scale(float* values, std::size_t n, float factor) {
   for (std::size_t i = 0; i < n; ++i) values[i] *= factor;
 }
 
+void hadamard(float* rows, int n_rows, int dim) {
+  const int size = dim & -dim;
+  const float scale = 1.0F / std::sqrt(static_cast<float>(size));
+  const std::size_t n_blocks =
+      static_cast<std::size_t>(n_rows) * static_cast<std::size_t>(dim / size);
+  for (std::size_t block = 0; block < n_blocks; ++block, rows += size) {
+    for (int half = 1; half < size; half *= 2) {
+      for (int i = 0; i < size; i += 2 * half) {
+        for (int j = i; j < i + half; ++j) {
+          const float a = rows[j];
+          const float b = rows[j + half];
+          rows[j] = a + b;
+          rows[j + half] = a - b;
+        }
+      }
+    }
+    for (int i = 0; i < size; ++i) rows[i] *= scale;
+  }
+}
+
 }  // namespace
 
 std::size_t query_bytes(const PartShape& shape, int n_queries) {
@@ -67,6 +87,7 @@ const KernelTable& table() {
       .exp_sum = exp_sum,
       .soft_cap = soft_cap,
       .scale = scale,
+      .hadamard = hadamard,
   };
   return kTable;
 }

@@ -206,7 +206,7 @@ TEST(Names, GoThereAndBack) {
 TEST(Codec, RefusesWhatNoKernelTakes) {
   for (const int dim : testing::kHeadDims) {
     for (const Format& format : testing::all_formats()) {
-      EXPECT_NO_THROW(validate({format, kKeys, 16, dim}));
+      EXPECT_NO_THROW(validate(testing::geometry_of(format, kKeys, 16, dim)));
     }
   }
   EXPECT_THROW(validate({{kFp32}, kKeys, 16, 0}), std::invalid_argument);

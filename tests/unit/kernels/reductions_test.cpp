@@ -79,6 +79,20 @@ TEST_P(Reductions, ScaleTouchesNoMoreThanAsked) {
   }
 }
 
+TEST_P(Reductions, HadamardGivesTheBitsOfTheReference) {
+  for (const int dim : testing::kHeadDims) {
+    const std::vector<float> rows = testing::random_rows(3, dim, 1);
+    std::vector<float> expected = rows;
+    table_named("scalar").hadamard(expected.data(), 3, dim);
+    std::vector<float> got = rows;
+    got.push_back(5.0F);
+    table().hadamard(got.data(), 3, dim);
+    ASSERT_EQ(got.back(), 5.0F);
+    got.pop_back();
+    ASSERT_EQ(got, expected) << dim;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Levels, Reductions, ::testing::ValuesIn(testing::level_names()));
 
 }  // namespace

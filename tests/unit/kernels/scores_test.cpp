@@ -86,8 +86,8 @@ TEST_P(Products, ScoresAreDotProductsWithTheDecodedKeys) {
               expected += product;
               size += std::fabs(product);
             }
-            // An element of a query may be rounded to 15 bits of the largest, and its product with a
-            // sub-vector to 14.
+            // An element of a query may be rounded to 15 bits of the largest, and its product with
+            // a sub-vector to 14.
             const double rounding = (format().is_vector() ? 1.5e-4 : 5e-5) * largest_query *
                                     largest * std::sqrt(head_dim);
             ASSERT_NEAR(scores[q * stride + c], expected, 1e-5 * size + rounding)
@@ -139,6 +139,36 @@ TEST_P(Products, SumsAreOfTheDecodedValues) {
   }
 }
 
+class IntegerSums : public Products {};
+
+TEST_P(IntegerSums, ManyTokensOfFullOrOfLittleWeightCount) {
+  const auto& kernels = table().of_values(layout_of(format(), Role::kValues));
+  const PartGeometry geometry = testing::geometry_of(format(), Role::kValues, 256, 64);
+  std::vector<float> rows(256 * 64);
+  for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = i % 64 < 33 ? -1.0F : 1.0F;
+  for (std::size_t i = 0; i < rows.size(); i += 32) rows[i] = -rows[i];
+  const auto part = testing::encoded(active(), geometry, rows);
+  const std::vector<float> back = testing::decoded(table_named("scalar"), geometry, part);
+  const std::byte* const parts[] = {part.data(), part.data(), part.data()};
+  const std::int32_t n_tokens[] = {256, 256, 256};
+  constexpr std::size_t kColumns = 3 * 256;
+  for (const float weight : {1.0F, 1e-3F, 1e-5F, 7e-6F, 1e-6F}) {
+    std::vector<float> weights(kColumns + kColumnSlack, weight);
+    weights[0] = 1.0F;
+    std::vector<float> out(64);
+    kernels.accumulate(testing::shape_of(geometry), {parts, n_tokens, 3}, weights.data(), kColumns,
+                       1, out.data());
+    for (std::size_t d = 0; d < out.size(); ++d) {
+      double expected = 0.0;
+      for (std::size_t c = 0; c < kColumns; ++c) {
+        expected += double{weights[c]} * back[c % 256 * 64 + d];
+      }
+      const double sum = 1.0 + double{weight} * kColumns;
+      ASSERT_NEAR(out[d], expected, 5e-4 * sum) << "channel " << d << " weight " << weight;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Levels, Products,
                          ::testing::Combine(::testing::ValuesIn(testing::level_names()),
                                             ::testing::ValuesIn([] {
@@ -148,6 +178,18 @@ INSTANTIATE_TEST_SUITE_P(Levels, Products,
                                               }
                                               return formats;
                                             }())),
+                         [](const auto& test) {
+                           return std::get<0>(test.param) + "_" +
+                                  testing::label(std::get<1>(test.param));
+                         });
+
+INSTANTIATE_TEST_SUITE_P(Levels, IntegerSums,
+                         ::testing::Combine(::testing::ValuesIn(testing::level_names()),
+                                            ::testing::Values(Format{codec::Code::kInt8, 32},
+                                                              Format{codec::Code::kInt4, 64},
+                                                              Format{codec::Code::kInt2, 32},
+                                                              Format{codec::Code::kKivi4},
+                                                              Format{codec::Code::kKivi2})),
                          [](const auto& test) {
                            return std::get<0>(test.param) + "_" +
                                   testing::label(std::get<1>(test.param));

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "kernels/kernels.h"
+
+// What the kernels of AVX2 and AVX-512 share. All that is here is a template or has no external
+// name: a copy compiled for one instruction set must not serve another.
+namespace kvpool::kernels::x86 {
+
+/// Queries that a kernel takes at a time.
+inline constexpr int kMostQueries = 4;
+
+/// Calls run(first query, its count as a constant) over n_queries.
+template <typename Run>
+inline void for_query_chunks(int n_queries, const Run& run) {
+  int first = 0;
+  for (; first + kMostQueries <= n_queries; first += kMostQueries) {
+    run(first, std::integral_constant<int, kMostQueries>());
+  }
+  switch (n_queries - first) {
+    case 3:
+      return run(first, std::integral_constant<int, 3>());
+    case 2:
+      return run(first, std::integral_constant<int, 2>());
+    case 1:
+      return run(first, std::integral_constant<int, 1>());
+    default:
+      return;
+  }
+}
+
+namespace {
+
+/// Fetches what a run names as ahead, in step with the work on the run.
+class Ahead {
+ public:
+  explicit Ahead(const PartRun& run) : run_(run) {}
+
+  /// Asks for the next n_bytes.
+  void fetch(std::size_t n_bytes) {
+    for (std::size_t n = 0; n < n_bytes && part_ < run_.n_ahead; n += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
+      offset_ += 64;
+      if (offset_ >= run_.ahead_bytes) {
+        offset_ = 0;
+        ++part_;
+      }
+    }
+  }
+
+ private:
+  const PartRun& run_;
+  std::size_t part_ = 0;
+  std::size_t offset_ = 0;
+};
+
+}  // namespace
+
+}  // namespace kvpool::kernels::x86
