@@ -139,9 +139,9 @@ TEST_P(Products, SumsAreOfTheDecodedValues) {
   }
 }
 
-class IntegerSums : public Products {};
+class RoundedSums : public Products {};
 
-TEST_P(IntegerSums, ManyTokensOfFullOrOfLittleWeightCount) {
+TEST_P(RoundedSums, ManyTokensOfFullOrOfLittleWeightCount) {
   const auto& kernels = table().of_values(layout_of(format(), Role::kValues));
   const PartGeometry geometry = testing::geometry_of(format(), Role::kValues, 256, 64);
   std::vector<float> rows(256 * 64);
@@ -183,13 +183,17 @@ INSTANTIATE_TEST_SUITE_P(Levels, Products,
                                   testing::label(std::get<1>(test.param));
                          });
 
-INSTANTIATE_TEST_SUITE_P(Levels, IntegerSums,
+INSTANTIATE_TEST_SUITE_P(Levels, RoundedSums,
                          ::testing::Combine(::testing::ValuesIn(testing::level_names()),
                                             ::testing::Values(Format{codec::Code::kInt8, 32},
                                                               Format{codec::Code::kInt4, 64},
                                                               Format{codec::Code::kInt2, 32},
                                                               Format{codec::Code::kKivi4},
-                                                              Format{codec::Code::kKivi2})),
+                                                              Format{codec::Code::kKivi2},
+                                                              Format{codec::Code::kVecInfer1},
+                                                              Format{codec::Code::kVecInfer1_5},
+                                                              Format{codec::Code::kVecInfer2},
+                                                              Format{codec::Code::kVecInfer4})),
                          [](const auto& test) {
                            return std::get<0>(test.param) + "_" +
                                   testing::label(std::get<1>(test.param));
