@@ -15,8 +15,7 @@ ARM64 := $(if $(and $(filter x86_64,$(shell uname -m)),$(shell command -v dpkg-q
 
 demo: build  ## The main job on the default model.
 	@$(BIN)/kvpool info
-	@$(BIN)/kvpool generate --max-tokens 160 \
-	  --prompt "Explain in a few sentences why the sky is blue and sunsets are red."
+	@$(BIN)/kvpool generate --format vecinfer2 --max-tokens 120 --prompt-file examples/prompt.txt
 
 test: build $(ARM64)  ## Every test: C++, Python, installed package.
 	cmake --preset dev

@@ -162,7 +162,7 @@ Sequence::Plan Sequence::plan_append(const LayerFormat& format, std::int64_t bat
     block.position = length_ + done;
     block.n_tokens = static_cast<std::int32_t>(std::min<std::int64_t>(block_size, n_tokens - done));
     Stay stay = Stay::kLong;
-    if (n_new > 1 && block.position >= format.sink) {
+    if (block.position >= format.sink) {
       stay = block.end() <= length_ + n_tokens - format.window ? Stay::kShort : Stay::kMedium;
     }
     for (const int role : kRoles) {
