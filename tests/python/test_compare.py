@@ -83,7 +83,8 @@ def test_memory_is_what_mlx_holds(model):
     assert stock == 512 * 2 * 2 * 2 * 64 * 4
     assert tallies["mlx_lm"].bytes_held == pytest.approx(stock, rel=0.01)
     for name in names:
-        assert tallies[name].bytes_held == pytest.approx(caches[name][0].storage.resident_bytes(), rel=0.01)
+        resident = caches[name][0].storage.resident_bytes()
+        assert tallies[name].bytes_held == pytest.approx(resident, abs=16384)  # small arrays that MLX still holds
     assert tallies["int4"].bytes_held < stock / 2
     assert tallies["mlx_lm 4 bits g64"].bytes_held == pytest.approx(stock * 5 / 32, rel=0.1)  # small buffers round up
 

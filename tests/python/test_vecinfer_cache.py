@@ -58,7 +58,7 @@ def test_a_saved_cache_comes_back_while_its_codebooks_are_loaded(tmp_path):
     identity = f"{codebooks.identity:016x}"
     del cache, back, codebooks, got, kept
     gc.collect()
-    with pytest.raises(ValueError, match=f"codebooks {identity}, which are not loaded"):
+    with pytest.raises(ValueError, match=f"codebooks {identity}, which neither come with kvpool nor are loaded"):
         load_prompt_cache(file)
 
 
