@@ -15,6 +15,8 @@ class VecInferCodebooks;
 struct KVCacheConfig {
   /// "fp16", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer1", "vecinfer1.5", "vecinfer2",
   /// "vecinfer3", "vecinfer4"; "int", "kivi" and "vecinfer" with `bits` of their own.
+  /// int methods code after a Hadamard transform; kivi as published (arXiv:2402.02750), without, so
+  /// that flat rows stay flat.
   std::string method = "kivi";
   std::int64_t head_dim = 128;
   /// Of methods "int" (8, 4, 2), "kivi" (4, 2) and "vecinfer" (4, 3, 2, 1).

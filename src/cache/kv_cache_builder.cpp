@@ -43,6 +43,7 @@ std::shared_ptr<KVCache> KVCacheFactory::create(const KVCacheConfig& config) {
       PagedKVCacheConfig{.key_format = format,
                          .value_format = format,
                          .group_size = config.group_size,
+                         .hadamard = !method.starts_with("kivi"),
                          .window = config.window,
                          .sink = config.sink,
                          .check_finite = config.check_finite,

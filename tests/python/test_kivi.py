@@ -73,7 +73,7 @@ def test_p9_flat_groups_decode_to_their_constant(method, bits, tolerance, consta
         cache.append(vector, vector)
     out = cache.attend(vector)
     assert mx.isfinite(out).all()
-    rounding = 1.2e-2 if method != "fp16" else 1e-3  # the Hadamard transform puts all of a flat row into one channel
+    rounding = 1.2e-2 if method == "int" else 2e-3  # its Hadamard transform puts all of a flat row into one channel
     assert mx.abs(out - constant).max().item() <= abs(constant) * rounding
 
 

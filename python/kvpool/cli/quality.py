@@ -69,6 +69,7 @@ def measure_window(
     import mlx.core as mx
 
     half = len(window) // 2
+    mx.clear_cache()  # A larger buffer that was left there would be handed out, and counted, for a smaller one.
     caches = {contender.name: contender.make() for contender in contenders}
     held = dict.fromkeys(caches, 0)
     for start in range(0, len(window), step):
