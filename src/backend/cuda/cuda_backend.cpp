@@ -90,7 +90,7 @@ DeviceFormat device_format(const LayerFormat& format) {
       throw std::invalid_argument(concat(
           "PagedKVCache: format ", codec::name(code),
           " does not run on the CUDA kernels yet; allowed there: raw, int8, int4, int2, kivi4, "
-          "kivi2. KVPOOL_KERNELS=ops runs it on MLX's own ops"));
+          "kivi2; vecinfer formats run on the CPU"));
     }
     result.raw[role] = {format.raw[role], false};
     result.sealed[role] = {format.sealed[role], false};
