@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ._core import PagedKVCacheCore
-
 _PREFIX = "mlx_lm.models."
 _NAME = "scaled_dot_product_attention"
 _original: Any = None
@@ -41,11 +39,10 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def routed(queries, keys, values, cache, scale, mask=None, sinks=None, **kwargs):
-    """mlx_lm's function; a paged cache attends itself if ``keys`` and ``values`` are just what it returned."""
-    if isinstance(cache, PagedKVCacheCore) and not kwargs and cache.attends(keys, values, mask):
+    """mlx_lm's function; a cache of ours attends itself if ``keys`` and ``values`` are just what it returned."""
+    attends = getattr(cache, "attends", None)
+    if attends is not None and not kwargs and attends(keys, values, mask):
         return cache.attend(queries, scale, mask, sinks)
-    if (record := getattr(cache, "record", None)) is not None:
-        record(queries, keys, values, scale)
     if isinstance(mask, str) and mask != "causal":
         mask = mask.array()
     return _original(queries, keys, values, cache, scale, mask, sinks, **kwargs)

@@ -57,6 +57,8 @@ class SpaceScratch {
 struct Buffers {
   Scratch queries, prepared, scores, decoded;
   SpaceScratch turned_queries, sums;
+  std::vector<SpaceQueries> space_queries;
+  std::vector<SpaceSums> space_sums;
 };
 
 /// Consecutive blocks with the same formats and size, at most kRunTokens unless it is one block.
@@ -108,7 +110,12 @@ class Walk {
         dim_(static_cast<std::size_t>(arguments.head_dim)),
         value_dim_(static_cast<std::size_t>(arguments.value_dim)),
         stride_(static_cast<std::size_t>(most_tokens(blocks_) + kernels::kColumnSlack + 15) / 16 *
-                16) {}
+                16),
+        space_queries_(buffers.space_queries),
+        space_sums_(buffers.space_sums) {
+    space_queries_.clear();
+    space_sums_.clear();
+  }
 
   void attend() {
     const auto rows = static_cast<std::size_t>(n_rows_);
@@ -366,13 +373,13 @@ class Walk {
   std::size_t dim_;
   std::size_t value_dim_;
   std::size_t stride_;
+  std::vector<SpaceQueries>& space_queries_;
+  std::vector<SpaceSums>& space_sums_;
 
   float* queries_ = nullptr;
   float* scores_ = nullptr;
   std::byte* prepared_ = nullptr;
   std::optional<Prepared> prepared_for_;
-  std::vector<SpaceQueries> space_queries_;
-  std::vector<SpaceSums> space_sums_;
 };
 
 }  // namespace

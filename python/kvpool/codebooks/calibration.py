@@ -14,12 +14,17 @@ from ..mlx_lm import install
 
 
 class _Recorder(KVCache):
-    """A layer's cache that keeps what its attention was asked last."""
+    """A layer's cache that attends as mlx_lm does, and keeps what it was asked last."""
 
     asked: tuple[Any, Any, Any, float] | None = None
 
-    def record(self, queries: Any, keys: Any, values: Any, scale: float) -> None:
-        self.asked = queries, keys, values, scale
+    def attends(self, keys: Any, values: Any, mask: Any) -> bool:
+        self._seen = keys, values
+        return True
+
+    def attend(self, queries: Any, scale: float, mask: Any = None, sinks: Any = None) -> Any:
+        self.asked = queries, *self._seen, scale
+        return mx.fast.scaled_dot_product_attention(queries, *self._seen, scale=scale, mask=mask, sinks=sinks)
 
 
 def observe(
