@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <limits>
@@ -32,9 +33,20 @@ std::size_t size_class(std::size_t byte_len) {
   return static_cast<std::size_t>(std::bit_width(byte_len - 1));
 }
 
+/// MLX's CPU allocator counts what the system refused as active for ever after, and with that every
+/// evaluation waits for the one before.
+void require_memory(std::size_t capacity) {
+  constexpr std::size_t kMayBeRefused = std::size_t{1} << 20;
+  if (capacity < kMayBeRefused || mx::is_available(mx::Device::gpu)) return;
+  void* volatile memory = std::malloc(capacity);  // Volatile: or the compiler leaves both calls out.
+  if (memory == nullptr) throw std::bad_alloc();
+  std::free(memory);
+}
+
 /// A byte array over new, zeroed memory. MLX's dimensions are 32-bit, hence the second one.
 mx::array zeroed_bytes(std::size_t capacity) {
   constexpr std::size_t kWidest = std::size_t{1} << 30;
+  require_memory(capacity);
   mx::allocator::Data data = mx::allocator::malloc(capacity);
   void* memory = data.buffer().raw_ptr();
   if (memory == nullptr) throw std::bad_alloc();

@@ -19,6 +19,11 @@ from tiny_models import random_model, write_gguf
 LONG = "Write a long story about a river."
 
 
+def heed_interrupts():
+    """A shell's background job, and all that it starts, ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "kvpool", *map(str, arguments)],
@@ -26,6 +31,7 @@ def start(*arguments, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
         **options,
     )
 
