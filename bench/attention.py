@@ -23,8 +23,11 @@ MIB = 2**20
 SCALE = HEAD_DIM**-0.5
 TYPES = ("float32", "bfloat16")
 WINDOW, SINK = 128, 16
-#: Bits of an element in a sealed block of 32 tokens: the code, and scale and bias over 32 elements.
-PACKED = {"int8": 9, "int4": 5, "int2": 3, "kivi4": 5, "kivi2": 3}
+#: Bits of an element in a sealed block of 32 tokens: the code and, but for vecinfer, scale and bias over 32 elements.
+VECTOR = {"vecinfer4": 4, "vecinfer3": 3, "vecinfer2": 2, "vecinfer1.5": 1.5, "vecinfer1": 1}
+PACKED = {"int8": 9, "int4": 5, "int2": 3, "kivi4": 5, "kivi2": 3} | VECTOR
+#: How much faster than raw bfloat16 its attention should be.
+FACTORS = {name: 1.0 if name == "int8" else 2.0 if name.endswith(("3", "4")) else 2.5 for name in PACKED}
 BITS = {"raw float32": 32, "raw bfloat16": 16} | PACKED
 
 
@@ -75,13 +78,18 @@ def build(n_tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, float
 
 
 def paged(name: str) -> list[Any]:
-    from kvpool import BlockPoolAllocator, PoolConfig
-    from kvpool._core import PagedKVCacheConfig, PagedStorage
-    from kvpool.paged_cache import PagedKVCache
+    from kvpool import BlockPoolAllocator, PagedKVCache, PagedKVCacheConfig, PagedStorage, PoolConfig, VecInferCodebooks
 
     pool = BlockPoolAllocator(PoolConfig(block_size=BLOCK, n_blocks=64, grow_on_exhaustion=True))
     storage = PagedStorage(pool)
-    return [PagedKVCache(storage, PagedKVCacheConfig(name, name, window=WINDOW, sink=SINK)) for _ in range(LAYERS)]
+    # Random ones cost what trained ones do.
+    codebooks = VecInferCodebooks.random(name, LAYERS, KV_HEADS, HEAD_DIM, 0) if name in VECTOR else None
+    return [
+        PagedKVCache(
+            storage, PagedKVCacheConfig(name, name, window=WINDOW, sink=SINK, codebooks=codebooks, layer=layer)
+        )
+        for layer in range(LAYERS)
+    ]
 
 
 def rows_of(n_tokens: int, dtype: str) -> tuple[Any, Any]:
@@ -158,7 +166,7 @@ def decode_step() -> Callable[[], None]:
     return step
 
 
-def packed_mib(bits: int, raw_bits: int, n_tokens: int) -> float:
+def packed_mib(bits: float, raw_bits: int, n_tokens: int) -> float:
     n_raw = WINDOW + SINK
     elements = 2 * LAYERS * KV_HEADS * HEAD_DIM
     return elements * (n_raw * raw_bits + (n_tokens - n_raw) * bits) / 8 / MIB
@@ -175,8 +183,7 @@ def rows(n_tokens: int) -> list[Any]:
             "ms", "mx.fast SDPA", *times_faster(factor))
         for dtype, factor in zip(TYPES, (8, 20))
     ]  # fmt: skip
-    for name in PACKED:
-        factor = 1.0 if name == "int8" else 2.5 if name.endswith("2") else 2.0
+    for name, factor in FACTORS.items():
         out.append(
             Row(f"attend, {name}", lambda r, n=name: r[f"{n} attend"], lambda r: r["raw bfloat16 attend"],
                 "ms", "raw, bfloat16", *times_faster(factor))

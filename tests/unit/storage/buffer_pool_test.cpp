@@ -2,6 +2,7 @@
 
 #include <mlx/mlx.h>
 
+#include <cstdint>
 #include <cstring>
 #include <set>
 
@@ -148,6 +149,16 @@ TEST(BufferPool, ClearDropsFreeBuffersOnly) {
   EXPECT_EQ(pool.free_bytes(), 0U);
   EXPECT_TRUE(a.live());
   EXPECT_LE(mx::get_active_memory() + 4096, before);
+}
+
+TEST(BufferPool, LargeBuffersBeginAtALineOfTheCache) {
+  MlxBufferPool pool;
+  for (const std::size_t bytes : {1024U, 5000U, 1U << 20U}) {
+    for (int i = 0; i < 8; ++i) {
+      const MlxBuffer buffer = alloc(pool, bytes);
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.array().data<std::uint8_t>()) % 64, 0U);
+    }
+  }
 }
 
 TEST(BufferPool, FreshMemoryIsZero) {
