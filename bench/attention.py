@@ -27,7 +27,7 @@ WINDOW, SINK = 128, 16
 VECTOR = {"vecinfer4": 4, "vecinfer3": 3, "vecinfer2": 2, "vecinfer1.5": 1.5, "vecinfer1": 1}
 PACKED = {"int8": 9, "int4": 5, "int2": 3, "kivi4": 5, "kivi2": 3} | VECTOR
 #: How much faster than raw bfloat16 its attention should be.
-FACTORS = {name: 1.0 if name == "int8" else 2.0 if name.endswith(("3", "4")) else 2.5 for name in PACKED}
+FACTORS = {name: 2.0 if name.endswith("4") else 2.5 if name.endswith("2") else 1.0 for name in PACKED}
 BITS = {"raw float32": 32, "raw bfloat16": 16} | PACKED
 
 
