@@ -6,7 +6,8 @@ SOURCES := $(shell find include src bindings cmake python -type f \
 	-not -name '*.pyc' -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
 
 # Run once more on MLX's own ops.
-PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kivi.py route.py)
+PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kivi.py route.py \
+	vecinfer_cache.py vecinfer_kv_cache.py)
 
 # Where the other architecture's compiler and QEMU are Debian packages.
 ARM64 := $(if $(and $(filter x86_64,$(shell uname -m)),$(shell command -v dpkg-query)),arm64)

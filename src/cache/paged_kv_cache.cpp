@@ -109,11 +109,7 @@ PagedKVCache::PagedKVCache(std::shared_ptr<PagedStorage> storage, PagedKVCacheCo
   format_of(config_, config_.key_format, codec::Role::kKeys, codec::Code::kFp16);
   format_of(config_, config_.value_format, codec::Role::kValues, codec::Code::kFp16);
   for (const std::string* tag : {&config_.key_format, &config_.value_format}) {
-    if (!is_vecinfer(*tag)) continue;
-    if (storage_->backend()->level() == "ops") {
-      throw std::invalid_argument(message(*tag, " has no kernels at the level ops"));
-    }
-    require_codebooks(config_, *tag);
+    if (is_vecinfer(*tag)) require_codebooks(config_, *tag);
   }
   if (config_.group_size != 32 && config_.group_size != 64) {
     throw std::invalid_argument(message("group_size must be 32 or 64, got ", config_.group_size));

@@ -154,6 +154,7 @@ mx::array OpsBackend::attend(const LayerFormat& format, std::span<const AttendRo
   if (sinks) sinks = mx::astype(*sinks, dtype);
   const mx::Shape out_shape{1, queries.shape(1), queries.shape(2), format.raw[1].head_dim};
 
+  const OpsFormat coded = with_vectors(format);
   std::vector<mx::array> outputs;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const auto row = static_cast<std::int64_t>(i);
@@ -167,7 +168,7 @@ mx::array OpsBackend::attend(const LayerFormat& format, std::span<const AttendRo
     const bool turned[] = {any_turned(blocks, 0), any_turned(blocks, 1)};
     const auto tokens = [&](int role) {
       return mx::expand_dims(
-          tokens_of(format, role, blocks, range.from, range.to, dtype, turned[role]), 0);
+          tokens_of(coded, role, blocks, range.from, range.to, dtype, turned[role]), 0);
     };
     const mx::array keys = tokens(0);
     const mx::array values = tokens(1);

@@ -61,9 +61,9 @@ std::vector<Run> runs_of(std::span<const TokenBlock> blocks, int role, int block
 }
 
 /// (n_kv_heads, tokens, dim), with those that the last block has room for.
-mx::array read(const LayerFormat& format, int role, const Run& run, mx::Dtype dtype, bool turned) {
-  codec::PartGeometry part = format.part(role, run.format);
-  const int n_heads = format.n_kv_heads;
+mx::array read(const OpsFormat& format, int role, const Run& run, mx::Dtype dtype, bool turned) {
+  codec::PartGeometry part = format.layer.part(role, run.format);
+  const int n_heads = format.layer.n_kv_heads;
   const mx::ShapeElem n = as_extent(run.places.size());
   if (part.format.is_raw()) {
     std::vector<std::uint32_t> parts;
@@ -87,7 +87,7 @@ mx::array read(const LayerFormat& format, int role, const Run& run, mx::Dtype dt
   part.format.hadamard = false;
   const mx::array blocks = mx::reshape(run.shelf->read(run.places), {n, n_heads, -1});
   const mx::array stored =
-      decode_parts(part, mx::reshape(mx::swapaxes(blocks, 0, 1), {n_heads * n, -1}));
+      decode_parts(part, format.vectors[role].get(), mx::swapaxes(blocks, 0, 1));
   const mx::array rows = turn ? hadamard(stored) : stored;
   return mx::astype(mx::reshape(rows, {n_heads, n * part.block_size, part.head_dim}), dtype);
 }
@@ -154,7 +154,7 @@ void write(const codec::PartGeometry& raw, std::span<const WriteTask> tasks, int
   flush();
 }
 
-void seal(const LayerFormat& format, std::span<const SealTask> tasks) {
+void seal(const OpsFormat& format, std::span<const SealTask> tasks) {
   struct Places {
     std::vector<std::uint32_t> from, to;
   };
@@ -168,13 +168,14 @@ void seal(const LayerFormat& format, std::span<const SealTask> tasks) {
   }
   for (const auto& [key, places] : groups) {
     const auto& [from, to, role] = key;
-    const codec::PartGeometry& raw = format.raw[role];
+    const codec::PartGeometry& raw = format.layer.raw[role];
     const auto n = as_extent(places.to.size());
-    const mx::array rows = mx::view(from->read(places.from), dtype_of(raw.format));
-    const mx::array parts = encode_parts(
-        format.sealed[role],
-        mx::reshape(mx::astype(rows, mx::float32), {-1, raw.block_size, raw.head_dim}));
-    to->write(places.to, mx::reshape(parts, {n, -1}));
+    const mx::array blocks = mx::view(from->read(places.from), dtype_of(raw.format));
+    const mx::array rows = mx::reshape(mx::astype(blocks, mx::float32),
+                                       {n, format.layer.n_kv_heads, raw.block_size, raw.head_dim});
+    const mx::array parts = encode_parts(format.layer.sealed[role], format.vectors[role].get(),
+                                         mx::swapaxes(rows, 0, 1));
+    to->write(places.to, mx::reshape(mx::swapaxes(parts, 0, 1), {n, -1}));
   }
 }
 
@@ -189,19 +190,21 @@ mx::array cut(const mx::array& a, int axis, std::int64_t from, std::int64_t to) 
   return mx::slice(a, std::move(start), std::move(stop));
 }
 
-mx::array tokens_of(const LayerFormat& format, int role, std::span<const TokenBlock> blocks,
+mx::array tokens_of(const OpsFormat& format, int role, std::span<const TokenBlock> blocks,
                     std::int64_t from, std::int64_t to, mx::Dtype dtype, bool turned) {
   const auto first = std::partition_point(blocks.begin(), blocks.end(),
                                           [&](const TokenBlock& b) { return b.end() <= from; });
   const auto last = std::partition_point(first, blocks.end(),
                                          [&](const TokenBlock& b) { return b.position < to; });
   std::vector<mx::array> pieces;
-  for (const Run& run : runs_of({first, last}, role, format.raw[role].block_size)) {
+  for (const Run& run : runs_of({first, last}, role, format.layer.raw[role].block_size)) {
     const std::int64_t skip = std::max<std::int64_t>(0, from - run.position);
     const std::int64_t end = std::min(run.n_tokens, to - run.position);
     pieces.push_back(cut(read(format, role, run, dtype, turned), 1, skip, end));
   }
-  if (pieces.empty()) return mx::zeros({format.n_kv_heads, 0, format.raw[role].head_dim}, dtype);
+  if (pieces.empty()) {
+    return mx::zeros({format.layer.n_kv_heads, 0, format.layer.raw[role].head_dim}, dtype);
+  }
   return pieces.size() == 1 ? pieces.front() : mx::concatenate(pieces, 1);
 }
 
@@ -224,11 +227,12 @@ void OpsBackend::append(const LayerFormat& format, const AppendTasks& tasks, con
   write(format.raw[0], tasks.writes, 0, keys);
   write(format.raw[1], tasks.writes, 1, values);
   // After the writes, which are then not held up by who still reads the version before them.
-  seal(format, tasks.seals);
+  seal(with_vectors(format), tasks.seals);
 }
 
 OpsBackend::KeysAndValues OpsBackend::gather(const LayerFormat& format, std::vector<RowBlocks> rows,
                                              mx::Dtype dtype) {
+  const OpsFormat coded = with_vectors(format);
   std::int64_t longest = 0;
   for (const RowBlocks& row : rows) longest = std::max(longest, row.length - row.first);
   const auto stacked = [&](int role) {
@@ -237,7 +241,7 @@ OpsBackend::KeysAndValues OpsBackend::gather(const LayerFormat& format, std::vec
     }
     std::vector<mx::array> padded;
     for (const RowBlocks& row : rows) {
-      const mx::array tokens = tokens_of(format, role, *row.blocks, row.first, row.length, dtype);
+      const mx::array tokens = tokens_of(coded, role, *row.blocks, row.first, row.length, dtype);
       const int missing = as_extent(longest) - tokens.shape(1);
       padded.push_back(mx::expand_dims(
           missing == 0 ? tokens : mx::pad(tokens, {{0, 0}, {missing, 0}, {0, 0}}), 0));

@@ -3,15 +3,23 @@
 #include <mlx/array.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "backend/ops/vector_parts.h"
 #include "sequence/sequence.h"
 
 namespace kvpool::detail {
 
+/// A layer's format, and what codes its vecinfer blocks: null for other formats.
+struct OpsFormat {
+  const LayerFormat& layer;
+  std::shared_ptr<const VectorParts> vectors[2];
+};
+
 /// Keys (role 0) or values of tokens `from` to `to`, which `blocks` have: (n_kv_heads, tokens, dim)
 /// of `dtype`; after hadamard() if `turned`.
-mlx::core::array tokens_of(const LayerFormat& format, int role, std::span<const TokenBlock> blocks,
+mlx::core::array tokens_of(const OpsFormat& format, int role, std::span<const TokenBlock> blocks,
                            std::int64_t from, std::int64_t to, mlx::core::Dtype dtype,
                            bool turned = false);
 

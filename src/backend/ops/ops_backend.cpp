@@ -52,6 +52,19 @@ std::vector<std::shared_ptr<ShelfMemory>> OpsBackend::memories() const {
   return memories;
 }
 
+OpsFormat OpsBackend::with_vectors(const LayerFormat& format) {
+  const std::lock_guard guard(mutex_);
+  const auto parts = [this](const std::shared_ptr<const codec::VectorQuantizer>& quantizer) {
+    if (quantizer == nullptr) return std::shared_ptr<const VectorParts>();
+    if (const auto known = vector_parts_.find(quantizer); known != vector_parts_.end()) {
+      return known->second;
+    }
+    std::erase_if(vector_parts_, [](const auto& entry) { return entry.first.expired(); });
+    return vector_parts_[quantizer] = std::make_shared<const VectorParts>(*quantizer);
+  };
+  return {format, {parts(format.quantizers[0]), parts(format.quantizers[1])}};
+}
+
 std::size_t OpsBackend::resident_bytes() const {
   std::size_t bytes = 0;
   for (const auto& memory : memories()) bytes += memory->resident_bytes();

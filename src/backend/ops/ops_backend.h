@@ -3,9 +3,11 @@
 #include <mlx/array.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "backend/backend.h"
+#include "backend/ops/blocks.h"
 #include "backend/ops/shelf.h"
 
 namespace kvpool::detail {
@@ -49,9 +51,14 @@ class OpsBackend final : public Backend {
 
  private:
   std::vector<std::shared_ptr<ShelfMemory>> memories() const;
+  OpsFormat with_vectors(const LayerFormat& format);
 
   mutable std::mutex mutex_;
   mutable std::vector<std::weak_ptr<ShelfMemory>> memories_;
+  /// Of the quantizers in use: all caches of a layer share one.
+  std::map<std::weak_ptr<const codec::VectorQuantizer>, std::shared_ptr<const VectorParts>,
+           std::owner_less<>>
+      vector_parts_;
 };
 
 }  // namespace kvpool::detail

@@ -43,7 +43,7 @@ mx::array in_bytes(const mx::array& a) {
   return mx::reshape(mx::view(mx::contiguous(a), mx::uint8), {a.shape(0), -1});
 }
 
-/// What a part's numbers are, and where they lie (codec.h).
+/// What an integer part's numbers are, and where they lie (codec.h).
 class Parts {
  public:
   explicit Parts(const codec::PartGeometry& geometry)
@@ -296,12 +296,18 @@ mx::array hadamard(const mx::array& rows) {
                      rows.shape());
 }
 
-mx::array encode_parts(const codec::PartGeometry& geometry, const mx::array& rows) {
-  return Parts(geometry).encode(rows);
+mx::array encode_parts(const codec::PartGeometry& geometry, const VectorParts* vectors,
+                       const mx::array& rows) {
+  if (geometry.format.is_vector()) return vectors->encode(rows);
+  const mx::array parts = Parts(geometry).encode(mx::flatten(rows, 0, 1));
+  return mx::unflatten(parts, 0, {rows.shape(0), rows.shape(1)});
 }
 
-mx::array decode_parts(const codec::PartGeometry& geometry, const mx::array& parts) {
-  return Parts(geometry).decode(parts);
+mx::array decode_parts(const codec::PartGeometry& geometry, const VectorParts* vectors,
+                       const mx::array& parts) {
+  if (geometry.format.is_vector()) return vectors->decode(parts, geometry.block_size);
+  const mx::array rows = Parts(geometry).decode(mx::flatten(parts, 0, 1));
+  return mx::unflatten(rows, 0, {parts.shape(0), parts.shape(1)});
 }
 
 }  // namespace kvpool::detail

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <ostream>
@@ -79,13 +78,8 @@ rc::Gen<Operation> any_operation() {
 }
 
 std::vector<std::pair<std::string, std::string>> formats() {
-  std::vector<std::pair<std::string, std::string>> pairs = {
-      {"raw", "raw"}, {"int4", "int8"}, {"kivi2", "raw"}, {"raw", "kivi4"}, {"int2", "kivi2"}};
-  const char* const level = std::getenv("KVPOOL_KERNELS");
-  if (level != nullptr && std::string(level) == "ops") return pairs;  // Has no vecinfer.
-  pairs.emplace_back("vecinfer2", "raw");
-  pairs.emplace_back("int4", "vecinfer1");
-  return pairs;
+  return {{"raw", "raw"},    {"int4", "int8"},     {"kivi2", "raw"},     {"raw", "kivi4"},
+          {"int2", "kivi2"}, {"vecinfer2", "raw"}, {"int4", "vecinfer1"}};
 }
 
 rc::Gen<PagedKVCacheConfig> any_config() {
@@ -222,8 +216,7 @@ class World {
     Rows rows[2];
     std::vector<mx::array> arrays;
     for (const int role : {0, 1}) {
-      const auto n = static_cast<std::size_t>(n_rows * kKvHeads * S * kHeadDims[role]);
-      rows[role] = {unique_numbers(n), S, kHeadDims[role]};
+      rows[role] = new_rows(config_, role, n_rows, S);
       arrays.push_back(lazily(rows[role].numbers, {n_rows, kKvHeads, S, kHeadDims[role]}));
     }
     std::vector<std::int64_t> first(life.rows.size());

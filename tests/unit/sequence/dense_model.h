@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/space.h"
+#include "codec/vector_quantizer.h"
 #include "kvpool/paged_kv_cache.h"
 #include "kvpool/vecinfer_codebooks.h"
 
@@ -39,6 +41,62 @@ struct Rows {
            static_cast<std::size_t>(((row * kKvHeads + head) * n_columns + column) * dim);
   }
 };
+
+/// One head's part of a sealed block of keys (role 0) or values; raw if nothing is sealed.
+inline codec::PartGeometry sealed_part(const PagedKVCacheConfig& config, int role) {
+  codec::PartGeometry part;
+  part.role = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
+  part.block_size = kBlockSize;
+  part.head_dim = kHeadDims[role];
+  const std::string& tag = role == 0 ? config.key_format : config.value_format;
+  if (tag == "raw") return part;
+  part.format = {codec::code_of(tag), static_cast<std::uint8_t>(config.group_size)};
+  if (part.format.is_vector()) {
+    const VecInferLayer& layer = config.codebooks->layer(config.layer);
+    part.format.quantizer = (role == 0 ? layer.keys : layer.values).get();
+  } else {
+    part.format.hadamard = config.hadamard && (role == 1 || tag.starts_with("int"));
+  }
+  return part;
+}
+
+/// Whether a vecinfer part has a sub-vector so near to two centroids that a level's rounding
+/// chooses.
+inline bool has_tie(const codec::PartGeometry& part, const float* row) {
+  constexpr float kMargin = 1e-5F;
+  const codec::Codebook& book =
+      *part.format.quantizer->codebooks[static_cast<std::size_t>(part.kv_head)];
+  const auto sub_dim = static_cast<std::size_t>(book.sub_dim);
+  std::vector<float> stored(row, row + part.head_dim);
+  codec::Space(part.format, part.kv_head).enter(stored.data(), 1, part.head_dim);
+  for (std::size_t sub = 0; sub < stored.size(); sub += sub_dim) {
+    std::vector<float> distances(book.n_codes());
+    for (std::size_t i = 0; i < book.centroids.size(); ++i) {
+      const float off =
+          stored[sub + i % sub_dim] - book.scale * static_cast<float>(book.centroids[i]);
+      distances[i / sub_dim] += off * off;
+    }
+    std::nth_element(distances.begin(), distances.begin() + 1, distances.end());
+    if (distances[1] - distances[0] < kMargin) return true;
+  }
+  return false;
+}
+
+/// New tokens of a batch, which every level seals alike.
+inline Rows new_rows(const PagedKVCacheConfig& config, int role, std::int64_t batch,
+                     std::int64_t n_columns) {
+  const auto dim = static_cast<std::size_t>(kHeadDims[role]);
+  const auto n_tokens = static_cast<std::size_t>(batch * kKvHeads * n_columns);
+  Rows rows{unique_numbers(n_tokens * dim), n_columns, kHeadDims[role]};
+  codec::PartGeometry part = sealed_part(config, role);
+  if (!part.format.is_vector()) return rows;
+  for (std::size_t i = 0; i < n_tokens; ++i) {
+    part.kv_head = static_cast<int>(i / static_cast<std::size_t>(n_columns)) % kKvHeads;
+    float* const token = rows.numbers.data() + i * dim;
+    while (has_tie(part, token)) std::ranges::copy(unique_numbers(dim), token);
+  }
+  return rows;
+}
 
 /// A row of a cache as plain tokens: what the contract says it holds, without sharing anything.
 class DenseRow {
@@ -124,19 +182,8 @@ class DenseRow {
   };
 
   void seal(Block& block, int role) const {
-    const std::string& tag = role == 0 ? config_.key_format : config_.value_format;
-    if (tag == "raw" || block.sealed[role]) return;
-    codec::PartGeometry part;
-    part.format = {codec::code_of(tag), static_cast<std::uint8_t>(config_.group_size)};
-    part.format.hadamard = config_.hadamard && (role == 1 || tag.starts_with("int"));
-    part.role = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
-    part.block_size = kBlockSize;
-    part.head_dim = kHeadDims[role];
-    if (part.format.is_vector()) {
-      const VecInferLayer& layer = config_.codebooks->layer(config_.layer);
-      part.format.quantizer = (role == 0 ? layer.keys : layer.values).get();
-      part.format.hadamard = false;
-    }
+    codec::PartGeometry part = sealed_part(config_, role);
+    if (part.format.is_raw() || block.sealed[role]) return;
     std::vector<std::byte> bytes(codec::part_bytes(part));
     for (std::vector<float>& rows : block.rows[role]) {
       part.kv_head = static_cast<int>(&rows - block.rows[role]);
