@@ -21,6 +21,7 @@ target_include_directories(cache_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
 kvpool_test(paged_test kvpool::kvpool
   backend/backends_test.cpp
   backend/parts_test.cpp
+  backend/cross_product_test.cpp
   backend/shelf_test.cpp
   cache/paged_forks_test.cpp
   cache/paged_kv_cache_test.cpp

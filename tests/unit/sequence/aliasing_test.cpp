@@ -89,8 +89,8 @@ rc::Gen<PagedKVCacheConfig> any_config() {
       [](const auto& parts) {
         PagedKVCacheConfig config;
         std::tie(config.key_format, config.value_format) = std::get<0>(parts);
-        static const auto kOfKeys = make_codebooks("vecinfer2", 2, kKvHeads, kHeadDims[0]);
-        static const auto kOfValues = make_codebooks("vecinfer1", 2, kKvHeads, kHeadDims[1]);
+        static const auto kOfKeys = make_codebooks("vecinfer2", 2, kKvHeads, kRoleDims[0]);
+        static const auto kOfValues = make_codebooks("vecinfer1", 2, kKvHeads, kRoleDims[1]);
         if (config.key_format == "vecinfer2") config.codebooks = kOfKeys;
         if (config.value_format == "vecinfer1") config.codebooks = kOfValues;
         config.layer = config.codebooks != nullptr ? 1 : 0;
@@ -217,7 +217,7 @@ class World {
     std::vector<mx::array> arrays;
     for (const int role : {0, 1}) {
       rows[role] = new_rows(config_, role, n_rows, S);
-      arrays.push_back(lazily(rows[role].numbers, {n_rows, kKvHeads, S, kHeadDims[role]}));
+      arrays.push_back(lazily(rows[role].numbers, {n_rows, kKvHeads, S, kRoleDims[role]}));
     }
     std::vector<std::int64_t> first(life.rows.size());
     std::vector<std::int64_t> count(life.rows.size(), S);
@@ -248,12 +248,12 @@ class World {
     const auto n_rows = static_cast<mx::ShapeElem>(life.rows.size());
     const auto S = static_cast<mx::ShapeElem>(life.n_columns);
     const std::vector<float> queries =
-        unique_numbers(static_cast<std::size_t>(n_rows * kQueryHeads * S * kHeadDims[0]));
+        unique_numbers(static_cast<std::size_t>(n_rows * kQueryHeads * S * kRoleDims[0]));
     const float scale = 0.25F;
     AttentionMask mask;
     mask.causal = true;
     pending_.push_back(
-        {life.cache->attend(lazily(queries, {n_rows, kQueryHeads, S, kHeadDims[0]}), scale, mask),
+        {life.cache->attend(lazily(queries, {n_rows, kQueryHeads, S, kRoleDims[0]}), scale, mask),
          expected_attention(life.rows, queries, S, 0.25, config_.sliding_window),
          config_.codebooks != nullptr ? 1e-3F : 1e-4F});
   }

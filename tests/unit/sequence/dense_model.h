@@ -17,7 +17,7 @@ namespace kvpool::testing {
 inline constexpr int kBlockSize = 4;
 inline constexpr int kKvHeads = 2;
 inline constexpr int kQueryHeads = 4;
-inline constexpr int kHeadDims[] = {16, 24};  ///< Of keys, of values.
+inline constexpr int kRoleDims[] = {16, 24};  ///< Of keys, of values.
 
 /// Numbers that no two calls share, so that a row in the wrong place shows.
 inline std::vector<float> unique_numbers(std::size_t n) {
@@ -47,7 +47,7 @@ inline codec::PartGeometry sealed_part(const PagedKVCacheConfig& config, int rol
   codec::PartGeometry part;
   part.role = role == 0 ? codec::Role::kKeys : codec::Role::kValues;
   part.block_size = kBlockSize;
-  part.head_dim = kHeadDims[role];
+  part.head_dim = kRoleDims[role];
   const std::string& tag = role == 0 ? config.key_format : config.value_format;
   if (tag == "raw") return part;
   part.format = {codec::code_of(tag), static_cast<std::uint8_t>(config.group_size)};
@@ -85,9 +85,9 @@ inline bool has_tie(const codec::PartGeometry& part, const float* row) {
 /// New tokens of a batch, which every level seals alike.
 inline Rows new_rows(const PagedKVCacheConfig& config, int role, std::int64_t batch,
                      std::int64_t n_columns) {
-  const auto dim = static_cast<std::size_t>(kHeadDims[role]);
+  const auto dim = static_cast<std::size_t>(kRoleDims[role]);
   const auto n_tokens = static_cast<std::size_t>(batch * kKvHeads * n_columns);
-  Rows rows{unique_numbers(n_tokens * dim), n_columns, kHeadDims[role]};
+  Rows rows{unique_numbers(n_tokens * dim), n_columns, kRoleDims[role]};
   codec::PartGeometry part = sealed_part(config, role);
   if (!part.format.is_vector()) return rows;
   for (std::size_t i = 0; i < n_tokens; ++i) {
@@ -140,8 +140,8 @@ class DenseRow {
         for (int head = 0; head < kKvHeads; ++head) {
           const float* from = rows[role].at(row, head, first + i);
           std::vector<float>& to = block.rows[role][head];
-          to.resize(static_cast<std::size_t>(block.n_tokens * kHeadDims[role]));
-          to.insert(to.end(), from, from + kHeadDims[role]);
+          to.resize(static_cast<std::size_t>(block.n_tokens * kRoleDims[role]));
+          to.insert(to.end(), from, from + kRoleDims[role]);
         }
       }
       ++block.n_tokens;
@@ -167,7 +167,7 @@ class DenseRow {
     for (const Block& block : blocks_) {
       if (position >= block.position && position < block.position + block.n_tokens) {
         return block.rows[role][head].data() +
-               static_cast<std::size_t>((position - block.position) * kHeadDims[role]);
+               static_cast<std::size_t>((position - block.position) * kRoleDims[role]);
       }
     }
     return nullptr;
@@ -209,7 +209,7 @@ inline std::vector<float> expected_fetch(const std::vector<DenseRow>& rows, int 
     first.push_back(sliding_window > 0 ? std::max<std::int64_t>(0, next - sliding_window + 1) : 0);
     longest = std::max(longest, row.length() - first.back());
   }
-  const auto dim = static_cast<std::size_t>(kHeadDims[role]);
+  const auto dim = static_cast<std::size_t>(kRoleDims[role]);
   std::vector<float> numbers(rows.size() * kKvHeads * static_cast<std::size_t>(longest) * dim);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     for (int head = 0; head < kKvHeads; ++head) {
@@ -239,16 +239,16 @@ inline std::vector<float> expected_attention(const std::vector<DenseRow>& rows,
         const std::int64_t position = rows[i].next_query() + q;
         const float* query =
             queries.data() +
-            (static_cast<std::int64_t>(i) * kQueryHeads + head) * n_queries * kHeadDims[0] +
-            q * kHeadDims[0];
-        std::vector<double> sum(static_cast<std::size_t>(kHeadDims[1]));
+            (static_cast<std::int64_t>(i) * kQueryHeads + head) * n_queries * kRoleDims[0] +
+            q * kRoleDims[0];
+        std::vector<double> sum(static_cast<std::size_t>(kRoleDims[1]));
         double total = 0;
         const std::int64_t from = window > 0 ? std::max<std::int64_t>(0, position - window + 1) : 0;
         for (std::int64_t t = from; t <= std::min(position, rows[i].length() - 1); ++t) {
           const float* key = rows[i].token(0, kv_head, t);
           if (key == nullptr) continue;  // slid away: the query is padding before a row's first
           double score = 0;
-          for (int d = 0; d < kHeadDims[0]; ++d) score += double{query[d]} * double{key[d]};
+          for (int d = 0; d < kRoleDims[0]; ++d) score += double{query[d]} * double{key[d]};
           const double weight = std::exp(score * scale);
           total += weight;
           const float* value = rows[i].token(1, kv_head, t);
