@@ -11,7 +11,7 @@ namespace kvpool::detail {
 /// can tell may get another code than codec::encode() gives it. Lazy; on the stream in use.
 class VectorParts {
  public:
-  /// The codebooks must be of one kind.
+  /// The codebooks must be of one kind, and all heads or none turned by Hadamard.
   explicit VectorParts(const codec::VectorQuantizer& quantizer);
 
   /// Parts (n_heads, n, part bytes), of uint8, of fp32 rows (n_heads, n, block_size, head_dim).
