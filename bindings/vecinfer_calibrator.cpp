@@ -62,6 +62,11 @@ void bind_vecinfer_calibrator(nb::module_& m) {
           "    scale: factor of the scores.\n\n"
           "Raises ValueError naming what does not fit, NaN and infinity too; nothing is learnt\n"
           "then.")
+      .def("observe_gradients", &VecInferCalibrator::observe_gradients, "layer"_a, "gradients"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Learns what errors of a layer's output cost: `gradients` (any shape) are those of the\n"
+           "log-likelihood of drawn tokens by attention's output, of the same text for all layers.\n"
+           "Without any, layers count alike. Raises ValueError if they are not finite.")
       .def(
           "train",
           [](const VecInferCalibrator& self, std::string format, std::int64_t n_codebooks,
@@ -78,11 +83,12 @@ void bind_vecinfer_calibrator(nb::module_& m) {
           "Args:\n"
           "    format: \"vecinfer1\", \"vecinfer1.5\", \"vecinfer2\", \"vecinfer3\" or\n"
           "        \"vecinfer4\".\n"
-          "    n_codebooks: of the keys, and as many of the values; 0: one a head with codes of 8\n"
-          "        bits, 12 in all with codes of 12 bits.\n"
+          "    n_codebooks: of the keys, and as many of the values, in all layers of the format's own\n"
+          "        code; 0: one a head, of codes of 1, 2 or 4 bits an element as serves the whole\n"
+          "        best within the format's bits.\n"
           "    n_restarts: starts of k-means that are tried for each codebook.\n"
           "    n_iterations: steps of k-means, at most.\n"
-          "    progress: called with codebooks done and in all; what it raises ends the\n"
+          "    progress: called with steps done and in all; what it raises ends the\n"
           "        training.\n\n"
           "Raises ValueError naming what is not allowed, RuntimeError if a layer has seen no\n"
           "token past the sink.");

@@ -1,5 +1,6 @@
 #include "kvpool/vecinfer_codebooks.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -16,32 +17,32 @@ void bind_vecinfer_codebooks(nb::module_& m) {
       "How the keys, or the values, of all layers of a model are product-quantised.")
       .def(
           "__init__",
-          [](VecInferStream* self, int sub_dim, int code_bits, mx::array centroids,
-             mx::array scales, mx::array codebook_of, mx::array smooth, mx::array mean,
-             bool hadamard) {
-            new (self) VecInferStream{sub_dim,
-                                      code_bits,
-                                      std::move(centroids),
-                                      std::move(scales),
-                                      std::move(codebook_of),
-                                      std::move(smooth),
-                                      std::move(mean),
-                                      hadamard};
+          [](VecInferStream* self, mx::array codes, mx::array centroids, mx::array scales,
+             mx::array codebook_of, mx::array smooth, mx::array mean,
+             std::optional<mx::array> rotation, bool hadamard) {
+            new (self) VecInferStream{std::move(codes),    std::move(centroids),
+                                      std::move(scales),   std::move(codebook_of),
+                                      std::move(smooth),   std::move(mean),
+                                      std::move(rotation), hadamard};
           },
-          "sub_dim"_a, "code_bits"_a, "centroids"_a, "scales"_a, "codebook_of"_a, "smooth"_a,
-          "mean"_a, "hadamard"_a = true)
-      .def_ro("sub_dim", &VecInferStream::sub_dim, "Channels to a code: 2, 4 or 8.")
-      .def_ro("code_bits", &VecInferStream::code_bits, "8; 12 with 8 channels.")
+          "codes"_a, "centroids"_a, "scales"_a, "codebook_of"_a, "smooth"_a, "mean"_a,
+          "rotation"_a.none() = nb::none(), "hadamard"_a = true)
+      .def_ro("codes", &VecInferStream::codes,
+              "(n_codebooks, 2), int32: channels to a code (2, 4 or 8), and bits of a code (8; 12\n"
+              "with 8 channels). The heads of a layer have one code; layers may differ.")
       .def_ro("centroids", &VecInferStream::centroids,
-              "(n_codebooks, 2^code_bits, sub_dim), int8: centroid c of codebook i is\n"
-              "scales[i] * centroids[i][c].")
+              "int8: of each codebook in turn (2^bits, channels) numbers; centroid c of codebook i is\n"
+              "scales[i] times row c of its numbers.")
       .def_ro("scales", &VecInferStream::scales, "(n_codebooks,), float32.")
       .def_ro("codebook_of", &VecInferStream::codebook_of,
               "(n_layers, n_kv_heads), int32: the codebook of each head.")
       .def_ro("smooth", &VecInferStream::smooth,
-              "(n_layers, n_kv_heads, head_dim), float32: what is coded is\n"
-              "hadamard((x - mean) / smooth).")
+              "(n_layers, n_kv_heads, head_dim), float32: what is coded is (x - mean) / smooth,\n"
+              "rotated; if there is no rotation, after a Hadamard transform.")
       .def_ro("mean", &VecInferStream::mean, "As smooth.")
+      .def_ro("rotation", &VecInferStream::rotation,
+              "None or (n_layers, n_kv_heads, head_dim, head_dim), int8: rows that are made\n"
+              "orthonormal, each in turn; element i of what is coded is the product with row i.")
       .def_ro("hadamard", &VecInferStream::hadamard);
 
   nb::class_<VecInferCodebooks>(
@@ -59,6 +60,8 @@ void bind_vecinfer_codebooks(nb::module_& m) {
       .def_prop_ro("n_layers", &VecInferCodebooks::n_layers)
       .def_prop_ro("n_kv_heads", &VecInferCodebooks::n_kv_heads)
       .def_prop_ro("head_dim", &VecInferCodebooks::head_dim)
+      .def_prop_ro("average_bits", &VecInferCodebooks::average_bits,
+                   "Bits an element of keys and values, on average over the layers.")
       .def_prop_ro("nbytes", &VecInferCodebooks::nbytes,
                    "Bytes of the centroids, scales and transforms as they are held.")
       .def_prop_ro(

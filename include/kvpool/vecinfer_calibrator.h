@@ -29,7 +29,9 @@ struct VecInferTraining {
   /// "vecinfer1", "vecinfer1.5", "vecinfer2", "vecinfer3" or "vecinfer4".
   std::string format = "vecinfer2";
   /// Codebooks of the keys, and as many of the values: heads share them in the order of layers if
-  /// there are fewer. 0: one a head with codes of 8 bits, 12 in all with codes of 12 bits.
+  /// there are fewer, and all layers have the format's own code. 0: one a head; keys and values of
+  /// each layer get the code of 1, 2 or 4 bits an element that serves the whole best within the
+  /// format's bits.
   std::int64_t n_codebooks = 0;
   /// Starts of k-means that are tried for each codebook, and steps at most.
   int n_restarts = 3;
@@ -48,10 +50,11 @@ struct VecInferCalibration {
 /// Makes the codebooks of a model from its keys, values and queries of a text. Not thread-safe;
 /// works with the threads of the process's pool itself.
 ///
-/// A token counts by the root of the attention that it gets as a sealed one. Coded keys are scaled
-/// half the way to the energy of the true ones: a nearest centroid is the mean of what it stands
-/// for, so scores would vary too little, and sealed tokens would get too small a share against raw
-/// ones; at the full energy errors weigh more.
+/// What errors cost is reckoned by what they do to the output of attention, to first order. It says
+/// what tokens count, how channels of keys are scaled, and with gradients what layers count. Coded
+/// keys are scaled half the way to the energy of the true ones: a nearest centroid is the mean of
+/// what it stands for, so scores would vary too little, and sealed tokens would get too small a share
+/// against raw ones; at the full energy errors weigh more.
 class VecInferCalibrator {
  public:
   /// @throws std::invalid_argument naming what is not allowed.
@@ -70,9 +73,15 @@ class VecInferCalibrator {
   void observe(std::int64_t layer, const mlx::core::array& queries, const mlx::core::array& keys,
                const mlx::core::array& values, float scale);
 
+  /// Learns what errors of a layer's output cost: `gradients` (any shape) are those of the
+  /// log-likelihood of drawn tokens by attention's output, of the same text for all layers. Without
+  /// any, layers count alike. Evaluates the array.
+  /// @throws std::invalid_argument if they are not finite: nothing is learnt.
+  void observe_gradients(std::int64_t layer, const mlx::core::array& gradients);
+
   /// Trains the codebooks of a format. The same observations and seed give the same bits, whatever
   /// the number of threads.
-  /// @param progress  told codebooks done and in all, on the calling thread; what it throws ends
+  /// @param progress  told steps done and in all, on the calling thread; what it throws ends
   ///         the training.
   /// @throws std::invalid_argument naming what is not allowed.
   /// @throws std::logic_error if a layer has seen no token past the sink.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,19 +16,23 @@ struct VectorQuantizer;
 
 /// How the keys, or the values, of all layers of a model are product-quantised. Plain data.
 struct VecInferStream {
-  /// Channels to a code (2, 4 or 8), and bits of a code (8; 12 with 8 channels).
-  int sub_dim;
-  int code_bits;
-  /// (n_codebooks, 2^code_bits, sub_dim), int8: centroid c of codebook i is
-  /// scales[i] * centroids[i][c].
+  /// (n_codebooks, 2), int32: channels to a code (2, 4 or 8), and bits of a code (8; 12 with 8
+  /// channels). The heads of a layer have one code; layers may differ.
+  mlx::core::array codes;
+  /// int8: of each codebook in turn (2^bits, channels) numbers; centroid c of codebook i is scales[i]
+  /// times row c of its numbers.
   mlx::core::array centroids;
   /// (n_codebooks,), float32.
   mlx::core::array scales;
   /// (n_layers, n_kv_heads), int32: the codebook of each head; layers and heads may share.
   mlx::core::array codebook_of;
-  /// (n_layers, n_kv_heads, head_dim), float32: what is coded is hadamard((x - mean) / smooth).
+  /// (n_layers, n_kv_heads, head_dim), float32: what is coded is (x - mean) / smooth, rotated; if there
+  /// is no rotation, after a Hadamard transform.
   mlx::core::array smooth;
   mlx::core::array mean;
+  /// (n_layers, n_kv_heads, head_dim, head_dim), int8: rows that are made orthonormal, each in turn;
+  /// element i of what is coded is the product with row i.
+  std::optional<mlx::core::array> rotation = std::nullopt;
   bool hadamard = true;
 };
 
@@ -37,7 +42,8 @@ struct VecInferLayer {
   std::shared_ptr<const codec::VectorQuantizer> values;
 };
 
-/// The codebooks of one model for one of the formats vecinfer1 to vecinfer4. Immutable; thread-safe.
+/// The codebooks of one model for one of the formats vecinfer1 to vecinfer4. Layers may have codes of
+/// more or fewer bits than the format's, if all together have no more. Immutable; thread-safe.
 class VecInferCodebooks {
  public:
   /// Evaluates the arrays and copies them.
@@ -62,6 +68,8 @@ class VecInferCodebooks {
   const VecInferLayer& layer(std::int64_t index) const;
   /// Bytes of the centroids, scales and transforms as they are held, all layers together.
   std::size_t nbytes() const noexcept { return nbytes_; }
+  /// Bits an element of keys and values, on average over the layers: at most the format's.
+  double average_bits() const noexcept { return average_bits_; }
   /// A hash of all that codes depend on: what one set coded, only an equal one decodes. Never 0.
   std::uint64_t identity() const noexcept { return identity_; }
 
@@ -71,6 +79,7 @@ class VecInferCodebooks {
   std::int64_t head_dim_ = 0;
   std::vector<VecInferLayer> layers_;
   std::size_t nbytes_ = 0;
+  double average_bits_ = 0.0;
   std::uint64_t identity_ = 0;
 };
 

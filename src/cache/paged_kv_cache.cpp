@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "backend/backend.h"
+#include "codec/vector_quantizer.h"
 #include "kvpool/vecinfer_codebooks.h"
 #include "sequence/image_layout.h"
 #include "sequence/sequence.h"
@@ -150,7 +151,11 @@ std::unique_ptr<detail::LayerFormat> PagedKVCache::make_format(std::int64_t n_kv
       }
       const VecInferLayer& layer = books.layer(config_.layer);
       format->quantizers[role] = role == 0 ? layer.keys : layer.values;
-      format->sealed[role].format.quantizer = format->quantizers[role].get();
+      codec::Format& sealed = format->sealed[role].format;
+      sealed.quantizer = format->quantizers[role].get();
+      // A layer may have another code than the format's own.
+      const codec::VectorCode code = sealed.quantizer->codebooks[0]->code();
+      if (code != codec::vector_code(sealed.code, kind)) sealed.code = codec::code_of(code);
     }
     codec::validate(format->raw[role]);
     codec::validate(format->sealed[role]);

@@ -20,9 +20,8 @@ namespace {
 std::string message(const auto&... parts) { return detail::concat("VecInferKVCache: ", parts...); }
 
 /// Bytes of one head's codes for a token.
-double code_bytes(const std::string& format, codec::Role role, std::int64_t head_dim) {
-  const codec::VectorCode code = codec::vector_code(codec::code_of(format), role);
-  return static_cast<double>(head_dim / code.sub_dim * code.code_bits) / 8.0;
+double code_bytes(const codec::VectorQuantizer& quantizer, std::int64_t head_dim) {
+  return static_cast<double>(head_dim) * quantizer.codebooks[0]->code().bits() / 8.0;
 }
 
 std::int64_t quantizer_bytes(const codec::VectorQuantizer& quantizer) {
@@ -30,11 +29,11 @@ std::int64_t quantizer_bytes(const codec::VectorQuantizer& quantizer) {
   std::set<const codec::Codebook*> books;
   for (const auto& book : quantizer.codebooks) {
     if (books.insert(book.get()).second) {
-      bytes += book->centroids.size() + book->planes.size() + sizeof(book->scale);
+      bytes += book->nbytes();
     }
   }
   for (const codec::HeadTransform& transform : quantizer.transforms) {
-    bytes += (transform.smooth.size() + transform.mean.size()) * sizeof(float);
+    bytes += transform.nbytes();
   }
   return static_cast<std::int64_t>(bytes);
 }
@@ -64,14 +63,13 @@ VecInferBytes vecinfer_bytes(const PagedKVCache& cache) {
   for (const std::int64_t length : cache.lengths()) rows += length;
   rows *= config.codebooks->n_kv_heads();
   const std::int64_t head_dim = config.codebooks->head_dim();
-  const auto compressed = [&](codec::Role role) {
-    return static_cast<std::int64_t>(static_cast<double>(rows) *
-                                     code_bytes(config.key_format, role, head_dim));
+  const auto compressed = [&](const codec::VectorQuantizer& quantizer) {
+    return static_cast<std::int64_t>(static_cast<double>(rows) * code_bytes(quantizer, head_dim));
   };
   const VecInferLayer& layer = config.codebooks->layer(config.layer);
   VecInferBytes bytes;
-  bytes.compressed_key = compressed(codec::Role::kKeys);
-  bytes.compressed_value = compressed(codec::Role::kValues);
+  bytes.compressed_key = compressed(*layer.keys);
+  bytes.compressed_value = compressed(*layer.values);
   bytes.fp16_key = bytes.fp16_value = rows * head_dim * 2;
   bytes.codebooks = quantizer_bytes(*layer.keys) + quantizer_bytes(*layer.values);
   return bytes;

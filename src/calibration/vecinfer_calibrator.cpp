@@ -5,16 +5,19 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <iterator>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <stdexcept>
 #include <utility>
 
 #include "attention/thread_pool.h"
-#include "calibration/attention_mass.h"
+#include "calibration/bit_allocation.h"
 #include "calibration/k_means.h"
-#include "calibration/smoothing.h"
+#include "calibration/sensitivity.h"
 #include "calibration/token_sample.h"
+#include "calibration/transform_fit.h"
 #include "codec/codec.h"
 #include "codec/half.h"
 #include "util/concat.h"
@@ -47,54 +50,102 @@ void at_least(const char* name, std::int64_t value, std::int64_t least) {
 
 /// A normalised error that is taken for no larger, so that keys are scaled by 1.5 at most.
 constexpr double kMostError = 0.75;
-/// A token that gets no attention counts as one that gets this part of the mean.
-constexpr double kLeastMass = 1e-3;
+/// A token whose errors cost nothing counts as one whose errors cost this part of the mean.
+constexpr double kLeastCost = 1e-3;
+/// Codes that a layer's bits are chosen from. What they would cost is estimated from so many tokens
+/// of a layer, after so many steps of k-means.
+constexpr codec::VectorCode kChoices[] = {{8, 8}, {4, 8}, {2, 8}};
+constexpr std::size_t kTrialTokens = 2048;
+constexpr calibration::KMeansOptions kTrial{.n_restarts = 1, .n_iterations = 5};
 
-/// Keys or values: how they are coded, and where their rows stand in a token's.
+/// Keys or values, and where their rows and costs stand in a token's.
 struct Stream {
   codec::Role role;
-  codec::VectorCode code;
   std::size_t first_row;
 };
 
 /// The codebooks of one stream while they are trained. Heads are counted over all layers.
 struct Progress {
-  std::vector<codec::HeadTransform> transforms;
+  std::vector<codec::VectorCode> codes;  // Of each layer.
+  std::vector<calibration::FittedTransform> transforms;
   std::vector<std::int32_t> codebook_of;
   std::vector<calibration::Centroids> codebooks;
   std::vector<double> errors;  // Of each head.
 };
 
-/// The roots of what tokens get, those that get nothing not forgotten.
-std::vector<float> weights_of(std::vector<float> mass) {
+/// What tokens count: what their errors cost, by a mean of 1, those that cost nothing not forgotten.
+std::vector<float> weights_of(std::vector<float> costs) {
   const double mean =
-      std::accumulate(mass.begin(), mass.end(), 0.0) / static_cast<double>(mass.size());
-  for (float& m : mass) {
-    const double share = mean > 0.0 ? static_cast<double>(m) / mean : 1.0;
-    m = static_cast<float>(std::sqrt(share + kLeastMass));
+      std::accumulate(costs.begin(), costs.end(), 0.0) / static_cast<double>(costs.size());
+  for (float& cost : costs) {
+    const double share = mean > 0.0 ? static_cast<double>(cost) / mean : 1.0;
+    cost = static_cast<float>(share + kLeastCost);
   }
-  return mass;
+  return costs;
+}
+
+/// do_one(0) to do_one(n - 1) on the pool's threads; advance() is told how many more are done.
+void for_each(std::size_t n, const std::function<void(std::int64_t)>& advance,
+              const std::function<void(std::size_t)>& do_one) {
+  attention::ThreadPool& pool = attention::ThreadPool::shared();
+  const auto batch = 2 * static_cast<std::size_t>(pool.n_threads());
+  std::vector<std::exception_ptr> failures(n);
+  for (std::size_t first = 0; first < n; first += batch) {
+    const std::size_t n_now = std::min(batch, n - first);
+    pool.for_each(n_now, [&](std::size_t i) {
+      try {
+        do_one(first + i);
+      } catch (...) {
+        failures[first + i] = std::current_exception();
+      }
+    });
+    for (const std::exception_ptr& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+    advance(static_cast<std::int64_t>(n_now));
+  }
 }
 
 }  // namespace
 
 struct VecInferCalibrator::State {
-  explicit State(const VecInferCalibratorConfig& settings) : config(settings) {}
+  explicit State(const VecInferCalibratorConfig& settings)
+      : config(settings), squared_gradients(static_cast<std::size_t>(settings.n_layers)) {}
 
   VecInferCalibratorConfig config;
   std::int64_t n_heads = 0;
   std::int64_t n_kv_heads = 0;
   std::int64_t head_dim = 0;
   std::vector<calibration::TokenSample> samples;  // One a layer.
+  std::vector<std::vector<double>> channel_costs;  // A layer: of keys, (heads, dim).
+  std::vector<std::vector<double>> token_costs;    // A layer: of values, summed, (heads,).
+  std::vector<double> squared_gradients;           // A layer: what errors of the output cost.
 
   std::size_t heads() const noexcept { return static_cast<std::size_t>(n_kv_heads); }
   std::size_t dim() const noexcept { return static_cast<std::size_t>(head_dim); }
   std::size_t all_heads() const noexcept { return samples.size() * heads(); }
 
+  /// What a layer's errors count beside those of others: all alike if no gradients were seen.
+  double gradient_weight(std::size_t layer) const {
+    const bool seen = std::any_of(squared_gradients.begin(), squared_gradients.end(),
+                                  [](double squares) { return squares > 0.0; });
+    return seen ? squared_gradients[layer] : 1.0;
+  }
+
+  void check_layer(std::int64_t layer) const {
+    if (layer >= 0 && layer < config.n_layers) return;
+    refuse("layer must be 0 to ", config.n_layers - 1, ", got ", layer);
+  }
   void check(std::int64_t layer, const mx::array& queries, const mx::array& keys,
              const mx::array& values) const;
   void begin(const mx::array& queries, const mx::array& keys);
-  Progress plan(const VecInferTraining& training, codec::VectorCode code) const;
+  calibration::FittedTransform fit(const Stream& stream, std::size_t head, codec::VectorCode code,
+                                   std::span<const float> rows,
+                                   std::span<const float> weights) const;
+  double trial_cost(const Stream& stream, std::size_t head, codec::VectorCode code) const;
+  std::vector<std::size_t> choose_codes(std::span<const Stream> streams, double bits,
+                                        const std::function<void(std::int64_t)>& advance) const;
+  Progress plan(const VecInferTraining& training, std::vector<codec::VectorCode> codes) const;
   void train_codebook(const VecInferTraining& training, const Stream& stream, std::size_t index,
                       Progress& progress) const;
   void train_all(const VecInferTraining& training, const Stream& stream, Progress& progress,
@@ -105,9 +156,7 @@ struct VecInferCalibrator::State {
 
 void VecInferCalibrator::State::check(std::int64_t layer, const mx::array& queries,
                                       const mx::array& keys, const mx::array& values) const {
-  if (layer < 0 || layer >= config.n_layers) {
-    refuse("layer must be 0 to ", config.n_layers - 1, ", got ", layer);
-  }
+  check_layer(layer);
   if (keys.ndim() != 4 || keys.shape(1) < 1 || keys.shape(3) < 8 || keys.shape(3) % 8 != 0 ||
       keys.shape(3) > codec::kMaxHeadDim) {
     refuse("keys must be (B, n_kv_heads, S, a multiple of 8 up to ", codec::kMaxHeadDim, "), got ",
@@ -136,18 +185,73 @@ void VecInferCalibrator::State::begin(const mx::array& queries, const mx::array&
   n_kv_heads = keys.shape(1);
   head_dim = keys.shape(3);
   for (std::int64_t layer = 0; layer < config.n_layers; ++layer) {
-    samples.emplace_back(2 * heads(), dim(), heads(), static_cast<std::size_t>(config.max_tokens),
+    samples.emplace_back(2 * heads(), dim(), 2 * heads(), static_cast<std::size_t>(config.max_tokens),
                          config.seed + static_cast<std::uint64_t>(layer));
+    channel_costs.emplace_back(heads() * dim());
+    token_costs.emplace_back(heads());
   }
 }
 
-/// Which heads share a codebook.
+calibration::FittedTransform VecInferCalibrator::State::fit(const Stream& stream, std::size_t head,
+                                                            codec::VectorCode code,
+                                                            std::span<const float> rows,
+                                                            std::span<const float> weights) const {
+  if (stream.role == codec::Role::kValues) return calibration::fit_values(rows, weights);
+  const auto costs = std::span(channel_costs[head / heads()]).subspan(head % heads() * dim(), dim());
+  return calibration::fit_keys(rows, weights, costs, code.sub_dim);
+}
+
+/// What errors of a head's codes would cost.
+double VecInferCalibrator::State::trial_cost(const Stream& stream, std::size_t head,
+                                             codec::VectorCode code) const {
+  const std::size_t layer = head / heads();
+  const std::size_t row = stream.first_row + head % heads();
+  const std::size_t n = std::min(samples[layer].n_tokens(), kTrialTokens);
+  const std::vector<float> weights = weights_of(samples[layer].weights(row, n));
+  std::vector<float> rows = samples[layer].rows(row, n);
+  const calibration::FittedTransform fitted = fit(stream, head, code, rows, weights);
+  calibration::transform_rows(fitted.transform, rows);
+  std::vector<float> of_points;
+  for (const float weight : weights) {
+    of_points.insert(of_points.end(), dim() / static_cast<std::size_t>(code.sub_dim), weight);
+  }
+  const calibration::WeightedPoints points{rows, of_points, code.sub_dim};
+  calibration::KMeansOptions options = kTrial;
+  options.seed = config.seed + head;
+  const double error = calibration::normalised_error(
+      points, calibration::train_centroids(points, 1 << code.code_bits, options));
+  const double of_tokens =
+      stream.role == codec::Role::kKeys ? 1.0 : token_costs[layer][head % heads()];
+  return gradient_weight(layer) * of_tokens * fitted.cost * error;
+}
+
+/// For each layer of each stream in turn, which of kChoices it gets, `bits` at most on average.
+std::vector<std::size_t> VecInferCalibrator::State::choose_codes(
+    std::span<const Stream> streams, double bits,
+    const std::function<void(std::int64_t)>& advance) const {
+  constexpr std::size_t kNChoices = std::size(kChoices);
+  std::vector<double> of_heads(streams.size() * all_heads() * kNChoices);
+  for_each(of_heads.size(), advance, [&](std::size_t i) {
+    const std::size_t head = i / kNChoices;
+    of_heads[i] = trial_cost(streams[head / all_heads()], head % all_heads(), kChoices[i % kNChoices]);
+  });
+  std::vector<double> costs(streams.size() * samples.size() * kNChoices);
+  for (std::size_t i = 0; i < of_heads.size(); ++i) {
+    costs[i / kNChoices / heads() * kNChoices + i % kNChoices] += of_heads[i];
+  }
+  std::vector<double> choices;
+  for (const codec::VectorCode& code : kChoices) choices.push_back(code.bits());
+  return calibration::allocate_bits(costs, choices, bits);
+}
+
+/// Which heads share a codebook. Those of layers with different codes must not.
 Progress VecInferCalibrator::State::plan(const VecInferTraining& training,
-                                         codec::VectorCode code) const {
+                                         std::vector<codec::VectorCode> codes) const {
   const auto n_heads_in_all = static_cast<std::int64_t>(all_heads());
   std::int64_t n_books = training.n_codebooks;
-  if (n_books == 0) n_books = code.code_bits == 8 ? n_heads_in_all : kSharedCodebooks;
+  if (n_books == 0) n_books = codes[0].code_bits == 8 ? n_heads_in_all : kSharedCodebooks;
   Progress progress;
+  progress.codes = std::move(codes);
   progress.transforms.resize(all_heads());
   progress.errors.resize(all_heads());
   progress.codebooks.resize(static_cast<std::size_t>(std::min(n_books, n_heads_in_all)));
@@ -165,7 +269,8 @@ void VecInferCalibrator::State::train_codebook(const VecInferTraining& training,
   for (std::size_t head = 0; head < all_heads(); ++head) {
     if (progress.codebook_of[head] == static_cast<std::int32_t>(index)) members.push_back(head);
   }
-  const int sub_dim = stream.code.sub_dim;
+  const codec::VectorCode code = progress.codes[members[0] / heads()];
+  const int sub_dim = code.sub_dim;
   const std::size_t n_subs = dim() / static_cast<std::size_t>(sub_dim);
   const std::size_t most = std::max<std::size_t>(1, kMaxPoints / n_subs / members.size());
   std::vector<float> points;
@@ -175,12 +280,12 @@ void VecInferCalibrator::State::train_codebook(const VecInferTraining& training,
     const calibration::TokenSample& sample = samples[head / heads()];
     const std::size_t row = stream.first_row + head % heads();
     const std::size_t n = sample.n_tokens();
-    const std::vector<float> all_weights = weights_of(sample.weights(head % heads(), n));
+    const std::vector<float> all_weights = weights_of(sample.weights(row, n));
     std::vector<float> rows = sample.rows(row, n);
-    progress.transforms[head] = calibration::fit_transform(stream.role, rows, all_weights);
+    progress.transforms[head] = fit(stream, head, code, rows, all_weights);
     const std::size_t n_taken = std::min(n, most);
     if (n_taken < n) rows = sample.rows(row, n_taken);
-    calibration::transform_rows(progress.transforms[head], rows);
+    calibration::transform_rows(progress.transforms[head].transform, rows);
     points.insert(points.end(), rows.begin(), rows.end());
     for (std::size_t i = 0; i < n_taken; ++i) {
       weights.insert(weights.end(), n_subs, all_weights[i * n / n_taken]);
@@ -188,7 +293,7 @@ void VecInferCalibrator::State::train_codebook(const VecInferTraining& training,
     ends.push_back(weights.size());
   }
   calibration::Centroids centroids = calibration::train_centroids(
-      {points, weights, sub_dim}, 1 << stream.code.code_bits,
+      {points, weights, sub_dim}, 1 << code.code_bits,
       {training.n_restarts, training.n_iterations, config.seed + index});
   std::size_t begin = 0;
   for (std::size_t m = 0; m < members.size(); begin = ends[m++]) {
@@ -209,24 +314,8 @@ void VecInferCalibrator::State::train_codebook(const VecInferTraining& training,
 void VecInferCalibrator::State::train_all(const VecInferTraining& training, const Stream& stream,
                                           Progress& progress,
                                           const std::function<void(std::int64_t)>& advance) const {
-  attention::ThreadPool& pool = attention::ThreadPool::shared();
-  const std::size_t n_books = progress.codebooks.size();
-  const auto batch = 2 * static_cast<std::size_t>(pool.n_threads());
-  std::vector<std::exception_ptr> failures(n_books);
-  for (std::size_t first = 0; first < n_books; first += batch) {
-    const std::size_t n = std::min(batch, n_books - first);
-    pool.for_each(n, [&](std::size_t i) {
-      try {
-        train_codebook(training, stream, first + i, progress);
-      } catch (...) {
-        failures[first + i] = std::current_exception();
-      }
-    });
-    for (const std::exception_ptr& failure : failures) {
-      if (failure) std::rethrow_exception(failure);
-    }
-    advance(static_cast<std::int64_t>(n));
-  }
+  for_each(progress.codebooks.size(), advance,
+           [&](std::size_t i) { train_codebook(training, stream, i, progress); });
 }
 
 VecInferStream VecInferCalibrator::State::result(const Stream& stream,
@@ -237,24 +326,39 @@ VecInferStream VecInferCalibrator::State::result(const Stream& stream,
     centroids.insert(centroids.end(), book.centroids.begin(), book.centroids.end());
     scales.push_back(book.scale);
   }
+  std::vector<std::int32_t> codes(2 * progress.codebooks.size());
+  for (std::size_t head = 0; head < all_heads(); ++head) {
+    const codec::VectorCode code = progress.codes[head / heads()];
+    const auto book = static_cast<std::size_t>(progress.codebook_of[head]);
+    codes[2 * book] = code.sub_dim;
+    codes[2 * book + 1] = code.code_bits;
+  }
   std::vector<float> smooth;
   std::vector<float> mean;
-  for (const codec::HeadTransform& transform : progress.transforms) {
+  std::vector<std::int8_t> rotation;
+  for (const calibration::FittedTransform& fitted : progress.transforms) {
+    const codec::HeadTransform& transform = fitted.transform;
     smooth.insert(smooth.end(), transform.smooth.begin(), transform.smooth.end());
     mean.insert(mean.end(), transform.mean.begin(), transform.mean.end());
+    rotation.insert(rotation.end(), fitted.rotation.begin(), fitted.rotation.end());
   }
   const auto n_books = static_cast<mx::ShapeElem>(scales.size());
   const mx::Shape of_heads{static_cast<mx::ShapeElem>(samples.size()),
                            static_cast<mx::ShapeElem>(n_kv_heads)};
   const mx::Shape of_channels{of_heads[0], of_heads[1], static_cast<mx::ShapeElem>(head_dim)};
-  const auto [sub_dim, code_bits] = stream.code;
-  return {sub_dim,
-          code_bits,
-          mx::array(centroids.data(), {n_books, 1 << code_bits, sub_dim}, mx::int8),
-          mx::array(scales.data(), {n_books}, mx::float32),
-          mx::array(progress.codebook_of.data(), of_heads, mx::int32),
-          mx::array(smooth.data(), of_channels, mx::float32),
-          mx::array(mean.data(), of_channels, mx::float32)};
+  VecInferStream made{mx::array(codes.data(), {n_books, 2}, mx::int32),
+                      mx::array(centroids.data(), {static_cast<mx::ShapeElem>(centroids.size())},
+                                mx::int8),
+                      mx::array(scales.data(), {n_books}, mx::float32),
+                      mx::array(progress.codebook_of.data(), of_heads, mx::int32),
+                      mx::array(smooth.data(), of_channels, mx::float32),
+                      mx::array(mean.data(), of_channels, mx::float32)};
+  if (stream.role == codec::Role::kKeys) {
+    made.rotation = mx::array(rotation.data(),
+                              {of_channels[0], of_channels[1], of_channels[2], of_channels[2]},
+                              mx::int8);
+  }
+  return made;
 }
 
 std::vector<double> VecInferCalibrator::State::layer_errors(const Progress& progress) const {
@@ -290,7 +394,11 @@ void VecInferCalibrator::observe(std::int64_t layer, const mx::array& queries,
              " do not");
     }
   }
-  const mx::array mass = fp32(calibration::attention_mass(q, k, scale, state_->config.window));
+  const calibration::Sensitivity costs =
+      calibration::sensitivity(q, k, v, scale, state_->config.window);
+  const mx::array key_costs = fp32(costs.keys);
+  const mx::array value_costs = fp32(costs.values);
+  const mx::array channel_costs = fp32(costs.channels);
   state_->begin(queries, keys);
 
   const std::size_t heads = state_->heads();
@@ -298,18 +406,38 @@ void VecInferCalibrator::observe(std::int64_t layer, const mx::array& queries,
   const auto length = static_cast<std::size_t>(keys.shape(2));
   calibration::TokenSample& sample = state_->samples[static_cast<std::size_t>(layer)];
   std::vector<const float*> rows(2 * heads);
-  std::vector<float> weights(heads);
+  std::vector<float> weights(2 * heads);
+  const auto at = static_cast<std::size_t>(layer);
+  for (std::size_t i = 0; i < heads * dim; ++i) {
+    state_->channel_costs[at][i] += static_cast<double>(channel_costs.data<float>()[i]);
+  }
   for (std::size_t b = 0; b < static_cast<std::size_t>(keys.shape(0)); ++b) {
     for (auto t = static_cast<std::size_t>(state_->config.sink); t < length; ++t) {
       for (std::size_t h = 0; h < heads; ++h) {
         const std::size_t token = (b * heads + h) * length + t;
         rows[h] = k.data<float>() + token * dim;
         rows[heads + h] = v.data<float>() + token * dim;
-        weights[h] = mass.data<float>()[token];
+        weights[h] = key_costs.data<float>()[token];
+        weights[heads + h] = value_costs.data<float>()[token];
+      }
+      for (std::size_t h = 0; h < heads; ++h) {
+        state_->token_costs[at][h] += static_cast<double>(weights[heads + h]);
       }
       sample.offer(rows, weights);
     }
   }
+}
+
+void VecInferCalibrator::observe_gradients(std::int64_t layer, const mx::array& gradients) {
+  state_->check_layer(layer);
+  const mx::array numbers = fp32(gradients);
+  double squares = 0.0;
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const double g = numbers.data<float>()[i];
+    squares += g * g;
+  }
+  if (!std::isfinite(squares)) refuse("gradients must be finite; those of layer ", layer, " are not");
+  state_->squared_gradients[static_cast<std::size_t>(layer)] += squares;
 }
 
 VecInferCalibration VecInferCalibrator::train(
@@ -331,18 +459,36 @@ VecInferCalibration VecInferCalibrator::train(
         "VecInferCalibrator: layer ", unseen - state.samples.begin(),
         " has seen no token past the first ", state.config.sink, ", which stay raw"));
   }
-  const Stream keys{codec::Role::kKeys, codec::vector_code(code, codec::Role::kKeys), 0};
-  const Stream values{codec::Role::kValues, codec::vector_code(code, codec::Role::kValues),
-                      state.heads()};
-  Progress of_keys = state.plan(training, keys.code);
-  Progress of_values = state.plan(training, values.code);
-  const auto total =
-      static_cast<std::int64_t>(of_keys.codebooks.size() + of_values.codebooks.size());
+  const Stream streams[] = {{codec::Role::kKeys, 0}, {codec::Role::kValues, state.heads()}};
+  const auto& [keys, values] = streams;
+  const std::size_t n_layers = state.samples.size();
+  std::vector<codec::VectorCode> codes[2];
+  for (const std::size_t i : {0U, 1U}) {
+    codes[i].assign(n_layers, codec::vector_code(code, streams[i].role));
+  }
   std::int64_t done = 0;
+  std::int64_t total = 0;
   const auto advance = [&](std::int64_t n) {
     done += n;
     if (progress) progress(done, total);
   };
+  const double bits = codec::vector_bits(code);
+  const bool chooses = training.n_codebooks == 0 && bits > kChoices[0].bits() &&
+                       bits < std::rbegin(kChoices)->bits();
+  const auto n_trials =
+      static_cast<std::int64_t>(chooses ? 2 * state.all_heads() * std::size(kChoices) : 0);
+  const auto books_at_most = static_cast<std::int64_t>(2 * state.all_heads());
+  if (chooses) {
+    total = n_trials + books_at_most;
+    const std::vector<std::size_t> chosen = state.choose_codes(streams, bits, advance);
+    for (std::size_t i = 0; i < chosen.size(); ++i) {
+      codes[i / n_layers][i % n_layers] = kChoices[chosen[i]];
+    }
+  }
+  Progress of_keys = state.plan(training, std::move(codes[0]));
+  Progress of_values = state.plan(training, std::move(codes[1]));
+  total = n_trials +
+          static_cast<std::int64_t>(of_keys.codebooks.size() + of_values.codebooks.size());
   state.train_all(training, keys, of_keys, advance);
   state.train_all(training, values, of_values, advance);
   return {state.result(keys, of_keys), state.result(values, of_values), state.layer_errors(of_keys),

@@ -111,6 +111,26 @@ VectorCode vector_code(Code code, Role role) noexcept {
   return kVectorCodes[i][role == Role::kKeys ? 0 : 1];
 }
 
+double vector_bits(Code code) noexcept {
+  return (vector_code(code, Role::kKeys).bits() + vector_code(code, Role::kValues).bits()) / 2.0;
+}
+
+void validate(VectorCode code) {
+  const auto [sub_dim, bits] = code;
+  const bool known = bits == 8 ? sub_dim == 2 || sub_dim == 4 || sub_dim == 8
+                               : bits == 12 && sub_dim == 8;
+  if (known) return;
+  throw std::invalid_argument(
+      detail::concat("codebook: codes must be 8 bits of 2, 4 or 8 channels, or 12 bits of 8, got ",
+                     bits, " bits of ", sub_dim));
+}
+
+Code code_of(VectorCode code) noexcept {
+  if (code.code_bits == 12) return Code::kVecInfer1_5;
+  if (code.sub_dim == 8) return Code::kVecInfer1;
+  return code.sub_dim == 4 ? Code::kVecInfer2 : Code::kVecInfer4;
+}
+
 void validate(const PartGeometry& geometry) {
   const auto refuse = [](const auto&... parts) {
     throw std::invalid_argument(detail::concat("codec: ", parts...));

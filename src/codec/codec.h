@@ -56,9 +56,19 @@ struct Format {
 struct VectorCode {
   int sub_dim;
   int code_bits;
+
+  /// Bits an element.
+  double bits() const noexcept { return static_cast<double>(code_bits) / sub_dim; }
+  bool operator==(const VectorCode&) const = default;
 };
 /// `code` must be a vecinfer one.
 VectorCode vector_code(Code code, Role role) noexcept;
+/// Bits an element of a vecinfer format, keys and values together.
+double vector_bits(Code code) noexcept;
+/// @throws std::invalid_argument unless a vecinfer format has this code.
+void validate(VectorCode code);
+/// Of the vecinfer formats with one code for keys and values, the one that has this.
+Code code_of(VectorCode code) noexcept;
 
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxBlockSize = 65536;

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "codec/vector_quantizer.h"
+#include "kernels/kernels.h"
 
 namespace kvpool::codec {
 namespace {
@@ -20,7 +21,8 @@ void for_elements(float* rows, int n_rows, int dim, const Change& change) {
 Space::Space(const Format& format, int kv_head) noexcept : hadamard_(format.hadamard) {
   if (format.quantizer == nullptr) return;
   transform_ = &format.quantizer->transforms[static_cast<std::size_t>(kv_head)];
-  hadamard_ = transform_->hadamard;
+  rotates_ = !transform_->rotation.empty();
+  hadamard_ = transform_->hadamard && !rotates_;
 }
 
 void Space::enter(float* rows, int n_rows, int dim) const {
@@ -29,11 +31,11 @@ void Space::enter(float* rows, int n_rows, int dim) const {
     for_elements(rows, n_rows, dim,
                  [&](float& x, std::size_t d) { x = (x - t.mean[d]) / t.smooth[d]; });
   }
-  if (hadamard_) hadamard(rows, n_rows, dim);
+  turn(rows, n_rows, dim);
 }
 
 void Space::leave(float* rows, int n_rows, int dim) const {
-  if (hadamard_) hadamard(rows, n_rows, dim);
+  turn_back(rows, n_rows, dim);
   if (transform_ == nullptr) return;
   const HeadTransform& t = *transform_;
   for_elements(rows, n_rows, dim,
@@ -51,17 +53,27 @@ void Space::enter_queries(float* queries, int n_rows, int dim, float* offsets) c
       });
     }
   }
-  if (hadamard_) hadamard(queries, n_rows, dim);
+  turn(queries, n_rows, dim);
 }
 
 void Space::leave_sums(float* sums, int n_rows, int dim, const float* weights) const {
-  if (hadamard_) hadamard(sums, n_rows, dim);
+  turn_back(sums, n_rows, dim);
   if (transform_ == nullptr) return;
   const HeadTransform& t = *transform_;
   for (int row = 0; row < n_rows; ++row) {
     for_elements(sums + row * dim, 1, dim,
                  [&](float& x, std::size_t d) { x = x * t.smooth[d] + weights[row] * t.mean[d]; });
   }
+}
+
+void Space::turn(float* rows, int n_rows, int dim) const {
+  if (hadamard_) hadamard(rows, n_rows, dim);
+  if (rotates_) kernels::active().rotate(transform_->rotation.data(), rows, n_rows, dim);
+}
+
+void Space::turn_back(float* rows, int n_rows, int dim) const {
+  if (hadamard_) hadamard(rows, n_rows, dim);
+  if (rotates_) kernels::active().rotate(transform_->back.data(), rows, n_rows, dim);
 }
 
 }  // namespace kvpool::codec

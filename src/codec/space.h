@@ -7,7 +7,8 @@ namespace kvpool::codec {
 struct HeadTransform;
 
 /// The space that a head's rows are stored in, as seen from the model's own: a row x is stored as
-/// hadamard((x - mean) / smooth), or with one of the two steps only, or as it is.
+/// (x - mean) / smooth, turned by hadamard() or a rotation, or with one of the two steps only, or as
+/// it is.
 class Space {
  public:
   /// The model's own.
@@ -32,8 +33,12 @@ class Space {
   void leave_sums(float* sums, int n_rows, int dim, const float* weights) const;
 
  private:
+  void turn(float* rows, int n_rows, int dim) const;
+  void turn_back(float* rows, int n_rows, int dim) const;
+
   const HeadTransform* transform_ = nullptr;
   bool hadamard_ = false;
+  bool rotates_ = false;
 };
 
 }  // namespace kvpool::codec

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -20,6 +22,9 @@ namespace mx = mlx::core;
 namespace kvpool {
 
 namespace {
+
+/// For sums of bits that are rounded.
+constexpr double kBitsTolerance = 1e-9;
 
 std::string message(const auto&... parts) {
   return detail::concat("VecInferCodebooks: ", parts...);
@@ -69,12 +74,15 @@ class Stream {
     if (n_books < 1) {
       refuse("scales must be (n_codebooks,), got ", detail::shape_text(stream.scales.shape()));
     }
-    const mx::Shape centroids{n_books, 1 << stream.code_bits, stream.sub_dim};
-    require("centroids", stream.centroids, centroids, mx::int8, "int8");
+    require("codes", stream.codes, {n_books, 2}, mx::int32, "int32");
+    require("centroids", stream.centroids, {n_centroid_numbers(stream)}, mx::int8, "int8");
     require("scales", stream.scales, {n_books}, mx::float32, "float32");
     require("codebook_of", stream.codebook_of, heads, mx::int32, "int32");
     require("smooth", stream.smooth, rows, mx::float32, "float32");
     require("mean", stream.mean, rows, mx::float32, "float32");
+    if (stream.rotation) {
+      require("rotation", *stream.rotation, {rows[0], rows[1], rows[2], rows[2]}, mx::int8, "int8");
+    }
     hadamard_ = stream.hadamard;
     read_books(stream);
     read_transforms(stream);
@@ -91,11 +99,19 @@ class Stream {
     return quantizer;
   }
 
+  /// Bits an element over all layers.
+  double bits() const {
+    double sum = 0.0;
+    for (const std::size_t book : book_of_) sum += books_[book]->code().bits();
+    return sum / static_cast<double>(book_of_.size());
+  }
+
+  /// Before layer().
   std::size_t nbytes() const {
-    std::size_t bytes =
-        2 * sizeof(float) * static_cast<std::size_t>(n_layers * n_kv_heads * head_dim);
+    std::size_t bytes = 0;
+    for (const codec::HeadTransform& transform : transforms_) bytes += transform.nbytes();
     for (const auto& book : books_) {
-      bytes += book->centroids.size() + book->planes.size() + sizeof(book->scale);
+      bytes += book->nbytes();
     }
     return bytes;
   }
@@ -106,10 +122,12 @@ class Stream {
     add_number(hadamard_ ? 1 : 0);
     for (std::size_t i = 0; i < transforms_.size(); ++i) {
       const codec::Codebook& book = *books_[book_of_[i]];
+      for (const int number : {book.sub_dim, book.code_bits}) add_number(number);
       hash.add(&book.scale, sizeof(book.scale));
       hash.add(book.centroids);
       hash.add(transforms_[i].smooth);
       hash.add(transforms_[i].mean);
+      hash.add(transforms_[i].rotation);
     }
     for (const std::int64_t number : {n_layers, n_kv_heads, head_dim}) add_number(number);
   }
@@ -137,24 +155,46 @@ class Stream {
     return {plain.data<T>(), plain.data<T>() + plain.size()};
   }
 
-  void read_books(const VecInferStream& stream) {
-    const std::vector<float> scales = numbers<float>(stream.scales);
-    const auto centroids = numbers<std::int8_t>(stream.centroids);
-    const auto size = static_cast<std::ptrdiff_t>(centroids.size() / scales.size());
-    for (std::size_t i = 0; i < scales.size(); ++i) {
-      const auto first = centroids.begin() + static_cast<std::ptrdiff_t>(i) * size;
+  mx::ShapeElem n_centroid_numbers(const VecInferStream& stream) {
+    const std::vector<std::int32_t> codes = numbers<std::int32_t>(stream.codes);
+    std::int64_t n = 0;
+    for (std::size_t i = 0; i < codes.size(); i += 2) {
+      const codec::VectorCode code{codes[i], codes[i + 1]};
       try {
-        books_.push_back(codec::make_codebook(stream.sub_dim, stream.code_bits, scales[i],
-                                              {first, first + size}));
+        codec::validate(code);
       } catch (const std::invalid_argument& error) {
         refuse(error.what());
       }
+      codes_.push_back(code);
+      n += std::int64_t{code.sub_dim} << code.code_bits;
+    }
+    return static_cast<mx::ShapeElem>(std::min<std::int64_t>(n, std::numeric_limits<mx::ShapeElem>::max()));
+  }
+
+  void read_books(const VecInferStream& stream) {
+    const std::vector<float> scales = numbers<float>(stream.scales);
+    const auto centroids = numbers<std::int8_t>(stream.centroids);
+    auto first = centroids.begin();
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+      const auto [sub_dim, code_bits] = codes_[i];
+      const auto end = first + (std::ptrdiff_t{sub_dim} << code_bits);
+      try {
+        books_.push_back(codec::make_codebook(sub_dim, code_bits, scales[i], {first, end}));
+      } catch (const std::invalid_argument& error) {
+        refuse(error.what());
+      }
+      first = end;
     }
     for (const std::int32_t book : numbers<std::int32_t>(stream.codebook_of)) {
       if (book < 0 || static_cast<std::size_t>(book) >= books_.size()) {
         refuse("codebook_of must be 0 to ", books_.size() - 1, ", got ", book);
       }
       book_of_.push_back(static_cast<std::size_t>(book));
+      const std::size_t layer = (book_of_.size() - 1) / static_cast<std::size_t>(n_kv_heads);
+      const std::size_t before = book_of_[layer * static_cast<std::size_t>(n_kv_heads)];
+      if (books_[book_of_.back()]->code() != books_[before]->code()) {
+        refuse("the heads of layer ", layer, " have different codes");
+      }
     }
   }
 
@@ -172,24 +212,30 @@ class Stream {
         const auto first = all.begin() + static_cast<std::ptrdiff_t>(at);
         return std::vector<float>(first, first + head_dim);
       };
-      transforms_.push_back({part(smooth), part(mean), stream.hadamard});
+      codec::HeadTransform& transform = transforms_.emplace_back();
+      transform.smooth = part(smooth);
+      transform.mean = part(mean);
+      transform.hadamard = stream.hadamard;
+    }
+    if (!stream.rotation) return;
+    const std::vector<std::int8_t> rotation = numbers<std::int8_t>(*stream.rotation);
+    const auto size = static_cast<std::size_t>(head_dim * head_dim);
+    for (std::size_t i = 0; i < transforms_.size(); ++i) {
+      try {
+        codec::set_rotation(transforms_[i], std::span(rotation).subspan(i * size, size));
+      } catch (const std::invalid_argument& error) {
+        refuse(error.what());
+      }
     }
   }
 
   const char* const name_;
+  std::vector<codec::VectorCode> codes_;
   std::vector<std::shared_ptr<const codec::Codebook>> books_;
   std::vector<std::size_t> book_of_;
   std::vector<codec::HeadTransform> transforms_;
   bool hadamard_ = true;
 };
-
-void require_code(const char* name, const VecInferStream& stream, const std::string& format,
-                  codec::VectorCode code) {
-  if (stream.sub_dim == code.sub_dim && stream.code_bits == code.code_bits) return;
-  throw std::invalid_argument(message(name, ": ", format, " has codes of ", code.code_bits,
-                                      " bits for ", code.sub_dim, " channels, got ",
-                                      stream.code_bits, " bits for ", stream.sub_dim));
-}
 
 }  // namespace
 
@@ -197,14 +243,18 @@ VecInferCodebooks::VecInferCodebooks(std::string format, const VecInferStream& k
                                      const VecInferStream& values)
     : format_(std::move(format)) {
   const codec::Code code = code_of(format_);
-  require_code("keys", keys, format_, codec::vector_code(code, codec::Role::kKeys));
-  require_code("values", values, format_, codec::vector_code(code, codec::Role::kValues));
   Stream k("keys", keys);
   Stream v("values", values);
   if (k.n_layers != v.n_layers || k.n_kv_heads != v.n_kv_heads || k.head_dim != v.head_dim) {
     throw std::invalid_argument(message("values have ", v.n_layers, " layers of ", v.n_kv_heads,
                                         " heads of ", v.head_dim, " channels, keys ", k.n_layers,
                                         " of ", k.n_kv_heads, " of ", k.head_dim));
+  }
+  average_bits_ = (k.bits() + v.bits()) / 2.0;
+  const double most = codec::vector_bits(code);
+  if (average_bits_ > most + kBitsTolerance) {
+    throw std::invalid_argument(message(format_, " has ", most, " bits an element, these codebooks ",
+                                        average_bits_, " on average"));
   }
   n_kv_heads_ = k.n_kv_heads;
   head_dim_ = k.head_dim;
@@ -234,12 +284,11 @@ VecInferCodebooks VecInferCodebooks::random(const std::string& format, std::int6
     constexpr float kSteps = 32.0F;  // A centroid reaches 127 / kSteps.
     const codec::VectorCode code = codec::vector_code(code_of(format), role);
     const mx::array key = mx::random::key(2 * seed + (role == codec::Role::kKeys ? 0 : 1));
-    const mx::array normal = mx::random::normal({1, 1 << code.code_bits, code.sub_dim}, mx::float32,
-                                                0.0F, kSteps, key, cpu);
+    const mx::array normal = mx::random::normal({code.sub_dim << code.code_bits}, mx::float32, 0.0F,
+                                                kSteps, key, cpu);
     const mx::array whole = mx::round(normal, 0, cpu);
     const mx::array centroids = mx::clip(whole, mx::array(-127.0F), mx::array(127.0F), cpu);
-    return VecInferStream{code.sub_dim,
-                          code.code_bits,
+    return VecInferStream{mx::array({code.sub_dim, code.code_bits}, {1, 2}, mx::int32),
                           mx::astype(centroids, mx::int8, cpu),
                           mx::full({1}, 1.0F / kSteps, mx::float32, cpu),
                           mx::zeros(heads, mx::int32, cpu),

@@ -8,18 +8,19 @@
 #include "util/concat.h"
 
 namespace kvpool::codec {
+namespace {
+
+/// A row that keeps no more than this part of its square, once cleared of others, depends on them.
+constexpr double kLeastLeft = 1e-6;
+
+}  // namespace
 
 std::shared_ptr<const Codebook> make_codebook(int sub_dim, int code_bits, float scale,
                                               std::vector<std::int8_t> centroids) {
   const auto refuse = [](const auto&... parts) {
     throw std::invalid_argument(detail::concat("codebook: ", parts...));
   };
-  const bool known = code_bits == 8 ? sub_dim == 2 || sub_dim == 4 || sub_dim == 8
-                                    : code_bits == 12 && sub_dim == 8;
-  if (!known) {
-    refuse("codes must be 8 bits of 2, 4 or 8 channels, or 12 bits of 8, got ", code_bits,
-           " bits of ", sub_dim);
-  }
+  validate(VectorCode{sub_dim, code_bits});
   if (!std::isfinite(scale) || !(scale > 0.0F)) {
     refuse("scale must be finite and above 0, got ", scale);
   }
@@ -40,6 +41,39 @@ std::shared_ptr<const Codebook> make_codebook(int sub_dim, int code_bits, float 
     }
   }
   return std::make_shared<const Codebook>(std::move(book));
+}
+
+void set_rotation(HeadTransform& transform, std::span<const std::int8_t> rows) {
+  const std::size_t dim = transform.smooth.size();
+  if (rows.size() != dim * dim) {
+    throw std::invalid_argument(
+        detail::concat("rotation: must be ", dim * dim, " numbers, got ", rows.size()));
+  }
+  std::vector<double> turned(rows.begin(), rows.end());
+  const auto product = [&](std::size_t a, std::size_t b) {
+    double sum = 0.0;
+    for (std::size_t d = 0; d < dim; ++d) sum += turned[a * dim + d] * turned[b * dim + d];
+    return sum;
+  };
+  for (std::size_t i = 0; i < dim; ++i) {
+    const double whole = product(i, i);
+    for (std::size_t j = 0; j < i; ++j) {
+      const double share = product(i, j);
+      for (std::size_t d = 0; d < dim; ++d) turned[i * dim + d] -= share * turned[j * dim + d];
+    }
+    const double left = product(i, i);
+    if (!(left > kLeastLeft * whole)) {
+      throw std::invalid_argument(
+          detail::concat("rotation: row ", i, " depends on those before it"));
+    }
+    const double scale = 1.0 / std::sqrt(left);
+    for (std::size_t d = 0; d < dim; ++d) turned[i * dim + d] *= scale;
+  }
+  transform.back.assign(turned.begin(), turned.end());
+  transform.rotation.resize(dim * dim);
+  for (std::size_t i = 0; i < dim; ++i) {
+    for (std::size_t d = 0; d < dim; ++d) transform.rotation[d * dim + i] = transform.back[i * dim + d];
+  }
 }
 
 }  // namespace kvpool::codec

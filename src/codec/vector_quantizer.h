@@ -3,7 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
+
+#include "codec/codec.h"
 
 namespace kvpool::codec {
 
@@ -20,22 +23,36 @@ struct Codebook {
   std::vector<std::int8_t> planes;     ///< The same, (sub_dim, n_codes), for codes of 8 bits.
 
   std::size_t n_codes() const noexcept { return std::size_t{1} << code_bits; }
+  VectorCode code() const noexcept { return {sub_dim, code_bits}; }
+  std::size_t nbytes() const noexcept { return centroids.size() + planes.size() + sizeof scale; }
 };
 
 /// @throws std::invalid_argument naming what does not fit, and what is allowed.
 std::shared_ptr<const Codebook> make_codebook(int sub_dim, int code_bits, float scale,
                                               std::vector<std::int8_t> centroids);
 
-/// What is coded of one head's row x: hadamard((x - mean) / smooth), channel by channel; without the
-/// transform if `hadamard` is false.
+/// What is coded of one head's row x: (x - mean) / smooth, channel by channel, then rotated, or put
+/// through hadamard(), or as it is.
 struct HeadTransform {
   std::vector<float> smooth;  ///< (head_dim,), > 0. VecInfer's lambda, and the scale of the head.
   std::vector<float> mean;    ///< (head_dim,)
-  bool hadamard = true;
+  bool hadamard = true;       ///< If there is no rotation.
+  /// (head_dim, head_dim), orthonormal: a row becomes row * rotation. Or empty.
+  std::vector<float> rotation;
+  std::vector<float> back;  ///< Its transpose.
+
+  std::size_t nbytes() const noexcept {
+    return (smooth.size() + mean.size() + rotation.size() + back.size()) * sizeof(float);
+  }
 };
 
+/// Makes the rotation whose transpose has these rows, once they are orthonormal: (dim, dim) whole
+/// numbers, each row in turn cleared of those before it (Gram-Schmidt). The same everywhere.
+/// @throws std::invalid_argument if the rows are not as many as channels, or depend on each other.
+void set_rotation(HeadTransform& transform, std::span<const std::int8_t> rows);
+
 /// How one layer's keys, or its values, are product-quantised (Jegou et al. 2011; VecInfer,
-/// arXiv:2510.06175, Section 3). One entry a KV head in both.
+/// arXiv:2510.06175, Section 3). One entry a KV head in both; all codebooks have one code.
 struct VectorQuantizer {
   std::vector<HeadTransform> transforms;
   std::vector<std::shared_ptr<const Codebook>> codebooks;

@@ -101,6 +101,8 @@ struct KernelTable {
   void (*scale)(float* values, std::size_t n, float factor);
   /// codec::hadamard(), in the same order of additions at every level.
   void (*hadamard)(float* rows, int n_rows, int dim);
+  /// Each row of (n_rows, dim) becomes row * matrix (dim, dim), with the same bits at every level.
+  void (*rotate)(const float* matrix, float* rows, int n_rows, int dim);
 
   const KeyKernels& of_keys(Layout layout) const noexcept {
     return keys[static_cast<std::size_t>(layout)];

@@ -59,11 +59,14 @@ def saved(tmp_path_factory, model, windows):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codebooks_of_every_format_fit_the_model(bits):
-    made = observed(n_tokens=100).train(f"vecinfer{bits}")
+    made = observed(n_tokens=100).train(f"vecinfer{bits}", n_codebooks=4)
     keys, values = {"1": (8, 8), "1.5": (8, 8), "2": (4, 4), "3": (2, 4), "4": (2, 2)}[bits]
-    n_codes = 4096 if bits == "1.5" else 256
-    assert made.keys.centroids.shape == (4, n_codes, keys) and made.values.centroids.shape == (4, n_codes, values)
+    code_bits = 12 if bits == "1.5" else 8
+    for stream, sub_dim in ((made.keys, keys), (made.values, values)):
+        assert np.array(stream.codes).tolist() == [[sub_dim, code_bits]] * 4
+        assert stream.centroids.shape == (4 * sub_dim << code_bits,)
     assert made.keys.smooth.shape == made.values.mean.shape == (2, 2, 16)
+    assert made.keys.rotation.shape == (2, 2, 16, 16) and made.values.rotation is None
     assert np.array(made.keys.codebook_of).tolist() == [[0, 1], [2, 3]]
     assert len(made.key_errors) == 2 and all(0 <= error < 0.5 for error in made.key_errors + made.value_errors)
 
@@ -71,7 +74,7 @@ def test_codebooks_of_every_format_fit_the_model(bits):
 def test_training_repeats_with_the_seed_whatever_the_order_of_progress():
     seen = []
     first = observed(seed=3).train("vecinfer2", progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (8, 8) and seen == sorted(seen)
+    assert seen[-1] == (8 * 3 + 8, 8 * 3 + 8) and seen == sorted(seen)
     assert all(np.array_equal(a, b) for a, b in zip(arrays_of(first), arrays_of(observed(seed=3).train("vecinfer2"))))
     other = observed(seed=4).train("vecinfer2")
     assert not np.array_equal(np.array(first.keys.centroids), np.array(other.keys.centroids))
@@ -96,7 +99,52 @@ def test_means_are_taken_off_and_heads_scaled_to_one():
         assert np.allclose(np.array(stream.mean)[0, 0], keys[0, 0].mean(0), atol=0.1)
         coded = (keys[0, 0] - np.array(stream.mean)[0, 0]) / np.array(stream.smooth)[0, 0]
         assert (coded**2).mean() == pytest.approx(1, rel=0.05)
-    assert np.array(made.keys.smooth)[0, 0, 0] > 5 * np.array(made.keys.smooth)[0, 0, 1]
+
+def test_channels_of_keys_that_queries_ask_for_are_coded_finely():
+    rng = np.random.default_rng(5)
+    queries, keys, values = (rng.standard_normal((1, 1, 400, 16)).astype(np.float32) for _ in range(3))
+    queries[..., 3] *= 8
+    calibrator = VecInferCalibrator(1, sink=0, window=16)
+    calibrator.observe(0, *(mx.array(x) for x in (queries, keys, values)), 0.25)
+    smooth = np.array(calibrator.train("vecinfer2").keys.smooth)[0, 0]
+    assert 5 * smooth[3] < np.delete(smooth, 3).min()
+
+
+def test_what_is_coded_of_keys_is_shared_out_among_sub_vectors():
+    """Keys that vary in two directions only: no sub-vector gets both."""
+    rng = np.random.default_rng(6)
+    wide = rng.standard_normal((1, 1, 2000, 2)) @ np.linalg.qr(rng.standard_normal((16, 2)))[0].T * 10
+    keys = (wide + 0.1 * rng.standard_normal((1, 1, 2000, 16))).astype(np.float32)
+    calibrator = VecInferCalibrator(1, sink=0)
+    calibrator.observe(0, mx.array(keys * 0), mx.array(keys), mx.array(keys), 1.0)
+    made = calibrator.train("vecinfer2", n_codebooks=1).keys
+    rows = np.linalg.qr(np.array(made.rotation)[0, 0].astype(float).T)[0].T
+    energy = (((keys[0, 0] - np.array(made.mean)[0, 0]) @ rows.T) ** 2).mean(0).reshape(4, 4).sum(1)
+    assert (energy > 0.3 * energy.sum()).sum() == 2
+
+
+def bits_of(stream):
+    sub_dim, code_bits = np.array(stream.codes)[np.array(stream.codebook_of)[:, 0]].T
+    return code_bits / sub_dim
+
+
+def test_layers_whose_errors_cost_more_get_more_bits():
+    rng = np.random.default_rng(7)
+    calibrator = VecInferCalibrator(4, sink=0, window=16)
+    for layer in range(4):
+        q, k, v = (mx.array(rng.standard_normal((1, h, 300, 16)).astype(np.float32)) for h in (4, 2, 2))
+        calibrator.observe(layer, q, k, v, 0.25)
+        calibrator.observe_gradients(layer, mx.full((1, 4, 300, 16), 100.0 if layer == 2 else 1.0))
+    made = calibrator.train("vecinfer2")
+    for stream in (made.keys, made.values):
+        bits = bits_of(stream)
+        assert bits[2] == 4 and bits[[0, 1, 3]].max() <= 2
+    assert np.concatenate([bits_of(made.keys), bits_of(made.values)]).mean() <= 2
+    even = calibrator.train("vecinfer2", n_codebooks=8)
+    assert set(bits_of(even.keys)) == set(bits_of(even.values)) == {2}
+    for layer, gradients, words in ((4, mx.ones((2,)), "layer"), (0, mx.array([float("nan")]), "finite")):
+        with pytest.raises(ValueError, match=words):
+            calibrator.observe_gradients(layer, gradients)
 
 
 def test_nothing_is_learnt_from_the_sink():
@@ -157,13 +205,14 @@ def test_what_gets_attention_counts():
 
 
 def test_keys_are_scaled_towards_their_energy():
-    made = observed(n_tokens=2000, n_layers=1, window=0, sink=0).train("vecinfer2")
+    made = observed(n_tokens=2000, n_layers=1, window=0, sink=0).train("vecinfer2", n_codebooks=2)
     rng = np.random.default_rng(0)
     keys = [rng.standard_normal((1, h, 2000, 16)).astype(np.float32) for h in (4, 2, 2)][1]
     for head in range(2):
         smooth, mean = np.array(made.keys.smooth)[0, head], np.array(made.keys.mean)[0, head]
-        x = np.array(mx.hadamard_transform(mx.array((keys[0, head] - mean) / smooth))).reshape(-1, 4)
-        book = np.array(made.keys.centroids)[head].astype(np.float32) * np.array(made.keys.scales)[head]
+        turn = np.linalg.qr(np.array(made.keys.rotation)[0, head].astype(float).T)  # rows in turn, but for signs
+        x = ((keys[0, head] - mean) / smooth @ (turn[0] * np.sign(np.diag(turn[1])))).reshape(-1, 4)
+        book = np.array(made.keys.centroids).reshape(2, 256, 4)[head].astype(np.float32) * np.array(made.keys.scales)[head]
         coded = book[((x[:, None] - book[None]) ** 2).sum(-1).argmin(-1)]
         assert 0.89 < (coded**2).mean() / (x**2).mean() < 1.03
         assert (coded * x).mean() / (coded**2).mean() < 0.99  # unscaled centroids are means: 1
@@ -218,8 +267,8 @@ def rewritten(saved, tmp_path, arrays=None, metadata=None):
     "arrays, metadata, words",
     [
         ({}, {"kvpool": None}, "no file of codebooks"),
-        ({}, {"kvpool": "2"}, "version 2, this kvpool reads version 1"),
-        ({}, {"format": "vecinfer3"}, "vecinfer3"),
+        ({}, {"kvpool": "1"}, "version 1, this kvpool reads version 2; `kvpool calibrate` makes it anew"),
+        ({}, {"format": "vecinfer1"}, "vecinfer1 has 1 bits an element"),
         ({}, {"format": "int4"}, "int4"),
         ({}, {"architecture": "[]"}, "architecture"),
         ({}, {"architecture": None}, "architecture"),
@@ -234,8 +283,10 @@ def rewritten(saved, tmp_path, arrays=None, metadata=None):
         ({"keys.mean": mx.full((2, 2, 16), float("inf"))}, {}, "mean must be finite"),
         ({"keys.smooth": mx.zeros((2, 2, 16))}, {}, "smooth must be finite and above 0"),
         ({"keys.codebook_of": mx.full((2, 2), 4, mx.int32)}, {}, "codebook_of must be 0 to 3"),
-        ({"keys.centroids": mx.full((4, 256, 4), -128, mx.int8)}, {}, "-128"),
-        ({"keys.centroids": mx.zeros((4, 200, 4), mx.int8)}, {}, "keys"),
+        ({"keys.centroids": mx.zeros((100,), mx.int8)}, {}, "keys: centroids must be"),
+        ({"keys.codes": mx.full((4, 2), 9, mx.int32)}, {}, "9 bits of 9"),
+        ({"keys.rotation": mx.zeros((2, 2, 16, 16), mx.int8)}, {}, "row 0 depends"),
+        ({"keys.rotation": mx.zeros((2, 2, 16), mx.int8)}, {}, "keys.rotation must be"),
     ],
 )
 def test_a_corrupted_field_is_named(saved, tmp_path, arrays, metadata, words):
@@ -401,6 +452,6 @@ def test_wrong_options_of_calibrate_are_named(tmp_path, model, arguments, words)
 
 def test_a_stream_keeps_what_it_is_given():
     made = observed(n_tokens=50).train("vecinfer2")
-    names = ("centroids", "scales", "codebook_of", "smooth", "mean")
-    copy = VecInferStream(4, 8, *(getattr(made.keys, name) for name in names))
-    assert (copy.sub_dim, copy.code_bits, copy.hadamard) == (4, 8, True)
+    names = ("codes", "centroids", "scales", "codebook_of", "smooth", "mean", "rotation")
+    copy = VecInferStream(*(getattr(made.keys, name) for name in names))
+    assert all(mx.array_equal(getattr(copy, name), getattr(made.keys, name)) for name in names) and copy.hadamard

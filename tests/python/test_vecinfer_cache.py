@@ -80,9 +80,8 @@ def test_a_format_without_codebooks_says_how_to_get_them():
 def test_streams_are_checked():
     def stream(**changes):
         arrays = {
-            "sub_dim": 4,
-            "code_bits": 8,
-            "centroids": mx.zeros((1, 256, 4), mx.int8),
+            "codes": mx.array([[4, 8]], mx.int32),
+            "centroids": mx.zeros((256 * 4,), mx.int8),
             "scales": mx.ones((1,)),
             "codebook_of": mx.zeros((1, HEADS), mx.int32),
             "smooth": mx.ones((1, HEADS, DIM)),

@@ -28,6 +28,7 @@ kvpool_test(paged_test kvpool::kvpool
   cache/paged_not_finite_test.cpp
   cache/paged_recover_test.cpp
   cache/vecinfer_cache_test.cpp
+  calibration/sensitivity_test.cpp
   codec/vecinfer_codebooks_test.cpp
   sequence/aliasing_test.cpp)
 target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)

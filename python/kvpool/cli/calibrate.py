@@ -62,7 +62,12 @@ def calibrate(
     raw_window: Annotated[int, typer.Option(min=0, max=1 << 20, help="Newest tokens that caches keep raw.")] = 128,
     sink: Annotated[int, typer.Option(min=0, max=1 << 20, help="First tokens that caches keep raw.")] = 16,
     codebooks: Annotated[
-        int, typer.Option(min=0, max=1 << 20, help="Codebooks of the keys, and of the values. 0: as many as fit 1 MB.")
+        int,
+        typer.Option(
+            min=0,
+            max=1 << 20,
+            help="Codebooks of the keys, and of the values, all of one code. 0: one a head, of codes chosen by layer.",
+        ),
     ] = 0,
     restarts: Annotated[int, typer.Option(min=1, max=1000, help="Starts of k-means that are tried.")] = 3,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Of every choice.")] = 0,

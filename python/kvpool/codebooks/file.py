@@ -1,7 +1,7 @@
 """Sets of codebooks in files, and those that come with the package.
 
-A file is safetensors: the arrays of both streams (``keys.smooth``, ``values.mean`` ...) and the ``sketch`` of the
-model; its metadata say ``kvpool`` (version of the file's layout), ``format``, ``architecture`` (JSON) and whether the
+A file is safetensors: the arrays of both streams (``keys.smooth``, ``values.mean`` ...; ``rotation`` may be missing) and
+the ``sketch`` of the model; its metadata say ``kvpool`` (version of the file's layout), ``format``, ``architecture`` (JSON) and whether the
 streams are coded after a Hadamard transform.
 """
 
@@ -21,16 +21,18 @@ from ..models.errors import ModelError
 from ..models.safetensors_check import check_safetensors
 from .fingerprint import SKETCH_SIZE, Fingerprint, fingerprint_of
 
-VERSION = 1
+VERSION = 2
 
 _STREAMS = ("keys", "values")
 _ARRAYS = {
-    "centroids": (mx.int8, 3),
+    "codes": (mx.int32, 2),
+    "centroids": (mx.int8, 1),
     "scales": (mx.float32, 1),
     "codebook_of": (mx.int32, 2),
     "smooth": (mx.float32, 3),
     "mean": (mx.float32, 3),
 }
+_OPTIONAL = {"rotation": (mx.int8, 4)}
 _SHIPPED = Path(__file__).parent
 
 
@@ -43,7 +45,8 @@ def save_codebooks(path: str | Path, format: str, calibration: VecInferCalibrati
     """
     streams = {name: getattr(calibration, name) for name in _STREAMS}
     _checked(VecInferCodebooks(format, *streams.values()), fingerprint)
-    arrays = {f"{name}.{part}": getattr(streams[name], part) for name in _STREAMS for part in _ARRAYS}
+    parts = {f"{name}.{part}": getattr(streams[name], part) for name in _STREAMS for part in _ARRAYS | _OPTIONAL}
+    arrays = {name: array for name, array in parts.items() if array is not None}
     metadata = {
         "kvpool": str(VERSION),
         "format": format,
@@ -107,7 +110,10 @@ def read_file(path: str | Path) -> tuple[VecInferCodebooks, Fingerprint]:
     if version is None or "format" not in metadata:
         raise ValueError(f"{path}: this is no file of codebooks")
     if version != str(VERSION):
-        raise ValueError(f"{path}: the file is of version {version}, this kvpool reads version {VERSION}")
+        raise ValueError(
+            f"{path}: the file is of version {version}, this kvpool reads version {VERSION}; "
+            "`kvpool calibrate` makes it anew"
+        )
     try:
         streams = [_stream(name, arrays, metadata) for name in _STREAMS]
         codebooks = VecInferCodebooks(metadata["format"], *streams)
@@ -141,12 +147,12 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def _stream(name: str, arrays: dict[str, mx.array], metadata: dict[str, str]) -> VecInferStream:
-    parts = {part: _array(arrays, f"{name}.{part}", *kind) for part, kind in _ARRAYS.items()}
+    wanted = _ARRAYS | {part: kind for part, kind in _OPTIONAL.items() if f"{name}.{part}" in arrays}
+    parts = {part: _array(arrays, f"{name}.{part}", *kind) for part, kind in wanted.items()}
     hadamard = metadata.get(f"{name}.hadamard")
     if hadamard not in ("0", "1"):
         raise ValueError(f"{name}.hadamard must be 0 or 1, got {hadamard!r}")
-    n_codes, sub_dim = parts["centroids"].shape[1:]
-    return VecInferStream(sub_dim, max(n_codes - 1, 0).bit_length(), **parts, hadamard=hadamard == "1")
+    return VecInferStream(**parts, hadamard=hadamard == "1")
 
 
 def _array(arrays: dict[str, mx.array], name: str, dtype: mx.Dtype, ndim: int) -> mx.array:

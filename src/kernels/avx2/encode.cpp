@@ -1,4 +1,4 @@
-// Rows to packed parts and the Hadamard transform, 8 channels at a time: the bits of the reference.
+// Rows to packed parts, the Hadamard transform and rotations, 8 channels at a time: the bits of the reference.
 
 #include <cstring>
 
@@ -200,6 +200,21 @@ __m256 butterfly(__m256 x, __m256 partner) {
   return _mm256_blend_ps(_mm256_add_ps(x, partner), _mm256_sub_ps(partner, x), kDifferences);
 }
 
+/// Columns `first` to first + kLanes * kVectors of row * matrix.
+template <int kVectors>
+void rotate_columns(const float* matrix, const float* row, int dim, int first, float* to) {
+  __m256 sums[kVectors];
+  for (__m256& sum : sums) sum = _mm256_setzero_ps();
+  const float* from = matrix + first;
+  for (int d = 0; d < dim; ++d, from += dim) {
+    const __m256 x = _mm256_broadcast_ss(row + d);
+    for (int v = 0; v < kVectors; ++v) {
+      sums[v] = _mm256_add_ps(sums[v], _mm256_mul_ps(x, _mm256_loadu_ps(from + kLanes * v)));
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) _mm256_storeu_ps(to + first + kLanes * v, sums[v]);
+}
+
 }  // namespace
 
 Encode key_encoder(Layout layout) {
@@ -247,6 +262,19 @@ void hadamard(float* rows, int n_rows, int dim) {
         }
       }
     }
+  }
+}
+
+void rotate(const float* matrix, float* rows, int n_rows, int dim) {
+  constexpr int kVectors = 8;
+  float row[codec::kMaxHeadDim];
+  for (int i = 0; i < n_rows; ++i, rows += dim) {
+    std::memcpy(row, rows, as_size(dim) * sizeof(float));
+    int first = 0;
+    for (; first + kLanes * kVectors <= dim; first += kLanes * kVectors) {
+      rotate_columns<kVectors>(matrix, row, dim, first, rows);
+    }
+    for (; first < dim; first += kLanes) rotate_columns<1>(matrix, row, dim, first, rows);
   }
 }
 

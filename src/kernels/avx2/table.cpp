@@ -108,6 +108,7 @@ const KernelTable& table() {
       .soft_cap = soft_cap,
       .scale = scale,
       .hadamard = hadamard,
+      .rotate = rotate,
   };
   return kTable;
 }

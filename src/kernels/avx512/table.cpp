@@ -116,6 +116,7 @@ const KernelTable& table() {
       .soft_cap = soft_cap,
       .scale = scale,
       .hadamard = avx2::hadamard,
+      .rotate = avx2::rotate,
   };
   return kTable;
 }

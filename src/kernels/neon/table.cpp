@@ -100,6 +100,7 @@ const KernelTable& table() {
       .soft_cap = soft_cap,
       .scale = scale,
       .hadamard = scalar::table().hadamard,
+      .rotate = scalar::table().rotate,
   };
   return kTable;
 }

@@ -16,6 +16,7 @@ ValueKernels affine_values(Layout layout);
 KeyKernels channel_keys(Layout layout);
 KeyKernels vector_keys(Layout layout);
 ValueKernels vector_values(Layout layout);
+void rotate(const float* matrix, float* rows, int n_rows, int dim);
 
 /// For kernels that use the queries as they come.
 std::size_t query_bytes(const PartShape& shape, int n_queries);

@@ -84,4 +84,16 @@ ValueKernels vector_values(Layout layout) {
   return layout == Layout::kVector4 ? kValues<4, 8> : kValues<2, 8>;
 }
 
+void rotate(const float* matrix, float* rows, int n_rows, int dim) {
+  float row[codec::kMaxHeadDim];
+  for (int i = 0; i < n_rows; ++i, rows += dim) {
+    std::memcpy(row, rows, as_size(dim) * sizeof(float));
+    std::memset(rows, 0, as_size(dim) * sizeof(float));
+    const float* from = matrix;
+    for (int d = 0; d < dim; ++d, from += dim) {
+      for (int j = 0; j < dim; ++j) rows[j] += row[d] * from[j];
+    }
+  }
+}
+
 }  // namespace kvpool::kernels::scalar

@@ -5,8 +5,11 @@
 #include <mlx/random.h>
 
 #include <cmath>
+#include <memory>
 #include <stdexcept>
 #include <string>
+
+#include "unit/cache/codebooks.h"
 
 namespace mx = mlx::core;
 
@@ -56,6 +59,32 @@ TEST(VecInferKVCache, CountsItsCodes) {
   EXPECT_EQ(cache.trim(60), 60);
   EXPECT_EQ(cache.bytes().compressed_key, 40 * kHeads * kDim * 4 / 8);
   EXPECT_GT(cache.nbytes(), 0U);
+}
+
+TEST(VecInferKVCache, TakesTheCodesOfItsLayer) {
+  KVCacheConfig config = config_of("vecinfer3");
+  config.codebooks = std::make_shared<const VecInferCodebooks>(
+      "vecinfer3", testing::codebook_stream({{8, 8}, {2, 8}}, kHeads, kDim),
+      testing::codebook_stream({{4, 8}, {2, 8}}, kHeads, kDim));
+  const int bits[2][2] = {{1, 2}, {4, 4}};
+  std::size_t held[2];
+  for (const int layer : {0, 1}) {
+    VecInferKVCache cache(config, kHeads, layer);
+    cache.update_and_fetch(rows(200), rows(200));
+    const auto [k, v] = cache.update_and_fetch(rows(1), rows(1));
+    const VecInferBytes bytes = cache.bytes();
+    EXPECT_EQ(bytes.compressed_key, 201 * kHeads * kDim * bits[layer][0] / 8);
+    EXPECT_EQ(bytes.compressed_value, 201 * kHeads * kDim * bits[layer][1] / 8);
+    EXPECT_EQ(bytes.assigned_avg_bits(), (bits[layer][0] + bits[layer][1]) / 2.0);
+    held[layer] = cache.nbytes();
+    const mx::array q = mx::random::normal({1, kHeads, 1, kDim});
+    const mx::array weights =
+        mx::softmax(mx::matmul(mx::multiply(q, mx::array(0.125F)), mx::swapaxes(k, -1, -2)), -1);
+    mx::array difference =
+        mx::max(mx::abs(mx::subtract(cache.fused_sdpa(q, 0.125F), mx::matmul(weights, v))));
+    EXPECT_LT(difference.item<float>(), 1e-3F) << layer;
+  }
+  EXPECT_LT(held[0], held[1]);
 }
 
 TEST(VecInferKVCache, WantsCodebooks) {

@@ -53,6 +53,37 @@ TEST(VecInferCodebooks, GiveEachHeadItsCodebookAndTransform) {
   EXPECT_THROW(books.layer(2), std::out_of_range);
 }
 
+TEST(VecInferCodebooks, LayersMayHaveDifferentCodesWithinTheFormatsBits) {
+  const VecInferStream mixed = testing::codebook_stream({{2, 8}, {8, 8}}, 3, 64);
+  const VecInferStream even = good();
+  const VecInferCodebooks books("vecinfer3", mixed, even);
+  EXPECT_EQ(books.average_bits(), 2.25);
+  EXPECT_EQ(books.layer(0).keys->codebooks[2]->code(), (codec::VectorCode{2, 8}));
+  EXPECT_EQ(books.layer(1).keys->codebooks[0]->code(), (codec::VectorCode{8, 8}));
+  EXPECT_EQ(books.layer(1).values->codebooks[0]->code(), kCode);
+  EXPECT_NE(refusal("vecinfer2", mixed, even).find("2.25 on average"), std::string::npos);
+  // The numbers of book 3, the first of layer 1, come after those of three of 512.
+  mx::array centroids = mixed.centroids;
+  centroids.eval();
+  EXPECT_EQ(books.layer(1).keys->codebooks[0]->centroids[7],
+            centroids.data<std::int8_t>()[3 * 512 + 7]);
+}
+
+TEST(VecInferCodebooks, RotationsAreMadeOrthonormal) {
+  const VecInferCodebooks books("vecinfer2", good(), good());
+  const codec::HeadTransform& transform = books.layer(1).keys->transforms[2];
+  for (const std::size_t i : {0U, 7U, 63U}) {
+    for (const std::size_t j : {0U, 7U, 63U}) {
+      double product = 0.0;
+      for (std::size_t d = 0; d < 64; ++d) {
+        EXPECT_EQ(transform.back[i * 64 + d], transform.rotation[d * 64 + i]);
+        product += double{transform.back[i * 64 + d]} * transform.back[j * 64 + d];
+      }
+      EXPECT_NEAR(product, i == j ? 1.0 : 0.0, 1e-6);
+    }
+  }
+}
+
 TEST(VecInferCodebooks, HeadsAndLayersMayShare) {
   VecInferStream shared = good();
   shared.codebook_of = mx::zeros({2, 3}, mx::int32);
@@ -64,17 +95,36 @@ TEST(VecInferCodebooks, RefuseWhatDoesNotFitAndSayWhat) {
   EXPECT_EQ(refusal("vecinfer2", good(), good()), "");
   EXPECT_NE(refusal("int4", good(), good()).find("format must be vecinfer1"), std::string::npos);
   EXPECT_NE(refusal("vecinfer5", good(), good()).find("unknown format"), std::string::npos);
-  EXPECT_NE(refusal("vecinfer3", good(), good()).find("keys: vecinfer3 has codes of 8 bits for 2"),
-            std::string::npos);
+  EXPECT_EQ(refusal("vecinfer1", good(), good()),
+            "VecInferCodebooks: vecinfer1 has 1 bits an element, these codebooks 2 on average");
   const std::pair<std::string, std::function<void(VecInferStream&)>> changes[] = {
-      {"centroids must be",
+      {"codes must be (6, 2)", [](auto& s) { s.codes = mx::zeros({5, 2}, mx::int32); }},
+      {"codes must be 8 bits of 2, 4 or 8 channels",
        [](auto& s) {
-         s.centroids = mx::slice(s.centroids, {0, 0, 0}, {5, 256, 4});
+         s.codes = mx::full({6, 2}, 4, mx::int32);
+       }},
+      {"the heads of layer 0 have different codes",
+       [](auto& s) {
+         s.codes = mx::array({4, 8, 4, 8, 2, 8, 4, 8, 4, 8, 4, 8}, {6, 2}, mx::int32);
+         s.centroids = mx::slice(s.centroids, {0}, {5 * 1024 + 512});
+       }},
+      {"centroids must be (6144)", [](auto& s) { s.centroids = mx::slice(s.centroids, {0}, {6143}); }},
+      {"rotation must be (2, 3, 64, 64)",
+       [](auto& s) {
+         s.rotation = mx::zeros({2, 3, 64, 63}, mx::int8);
+       }},
+      {"rotation: row 0 depends on those before it",
+       [](auto& s) {
+         s.rotation = mx::zeros({2, 3, 64, 64}, mx::int8);
+       }},
+      {"rotation: row 1 depends on those before it",
+       [](auto& s) {
+         s.rotation = mx::ones({2, 3, 64, 64}, mx::int8);
        }},
       {"of another type", [](auto& s) { s.centroids = mx::astype(s.centroids, mx::int32); }},
       {"got -128",
        [](auto& s) {
-         s.centroids = mx::full({6, 256, 4}, -128, mx::int8);
+         s.centroids = mx::full({6144}, -128, mx::int8);
        }},
       {"scale must be finite", [](auto& s) { s.scales = mx::zeros({6}); }},
       {"codebook_of must be 0 to 5",
@@ -128,6 +178,9 @@ TEST(VecInferCodebooks, IdentityIsThatOfTheNumbers) {
   EXPECT_NE(identity(changed, values), one);
   changed = keys;
   changed.hadamard = false;
+  EXPECT_NE(identity(changed, values), one);
+  changed = keys;
+  changed.rotation = std::nullopt;
   EXPECT_NE(identity(changed, values), one);
   EXPECT_NE(one, 0U);
 }

@@ -93,6 +93,25 @@ TEST_P(Reductions, HadamardGivesTheBitsOfTheReference) {
   }
 }
 
+TEST_P(Reductions, RotateGivesTheBitsOfTheReference) {
+  for (const int dim : testing::kHeadDims) {
+    const std::vector<float> rows = testing::random_rows(3, dim, 1);
+    const std::vector<float> matrix = testing::random_rows(dim, dim, 2);
+    std::vector<float> expected = rows;
+    table_named("scalar").rotate(matrix.data(), expected.data(), 3, dim);
+    std::vector<float> got = rows;
+    got.push_back(5.0F);
+    table().rotate(matrix.data(), got.data(), 3, dim);
+    ASSERT_EQ(got.back(), 5.0F);
+    got.pop_back();
+    ASSERT_EQ(got, expected) << dim;
+    const auto n = static_cast<std::size_t>(dim);
+    double sum = 0.0;
+    for (std::size_t d = 0; d < n; ++d) sum += double{rows[n + d]} * matrix[d * n + n - 1];
+    ASSERT_NEAR(got[2 * n - 1], sum, 1e-4 * std::sqrt(n));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Levels, Reductions, ::testing::ValuesIn(testing::level_names()));
 
 }  // namespace

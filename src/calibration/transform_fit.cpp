@@ -1,0 +1,147 @@
+#include "calibration/transform_fit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <numeric>
+
+#include "calibration/eigen.h"
+#include "kernels/kernels.h"
+
+namespace kvpool::calibration {
+namespace {
+
+/// A channel counts as costing this part of the dearest, at least; a variance as this part of the
+/// largest.
+constexpr double kLeastCost = 1e-6;
+constexpr double kLeastVariance = 1e-9;
+
+/// The weighted mean of rows (n, dim).
+std::vector<double> mean_of(std::span<const float> rows, std::span<const float> weights) {
+  const std::size_t dim = rows.size() / weights.size();
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<double> mean(dim);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    mean[i % dim] += static_cast<double>(weights[i / dim]) / total * static_cast<double>(rows[i]);
+  }
+  return mean;
+}
+
+/// The weighted covariance (dim, dim) of (rows - mean) / smooth.
+std::vector<double> covariance_of(std::span<const float> rows, std::span<const float> weights,
+                                  const std::vector<double>& mean,
+                                  const std::vector<double>& smooth) {
+  const std::size_t dim = mean.size();
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<double> covariance(dim * dim);
+  std::vector<double> row(dim);
+  for (std::size_t t = 0; t < weights.size(); ++t) {
+    const double share = static_cast<double>(weights[t]) / total;
+    for (std::size_t d = 0; d < dim; ++d) {
+      row[d] = (static_cast<double>(rows[t * dim + d]) - mean[d]) / smooth[d];
+    }
+    for (std::size_t i = 0; i < dim; ++i) {
+      const double x = share * row[i];
+      for (std::size_t j = 0; j <= i; ++j) covariance[i * dim + j] += x * row[j];
+    }
+  }
+  for (std::size_t i = 0; i < dim; ++i) {
+    for (std::size_t j = i + 1; j < dim; ++j) covariance[i * dim + j] = covariance[j * dim + i];
+  }
+  return covariance;
+}
+
+/// The transform without a rotation; `energy` is that of what it codes, over all channels.
+codec::HeadTransform scaled(const std::vector<double>& mean, const std::vector<double>& smooth,
+                            double energy) {
+  const std::size_t dim = mean.size();
+  const double scale = energy > 0.0 ? std::sqrt(energy / static_cast<double>(dim)) : 1.0;
+  codec::HeadTransform transform;
+  for (std::size_t d = 0; d < dim; ++d) {
+    transform.smooth.push_back(static_cast<float>(smooth[d] * scale));
+    transform.mean.push_back(static_cast<float>(mean[d]));
+  }
+  return transform;
+}
+
+double trace(const std::vector<double>& matrix, std::size_t dim) {
+  double sum = 0.0;
+  for (std::size_t d = 0; d < dim; ++d) sum += matrix[d * dim + d];
+  return sum;
+}
+
+/// Which eigenvector each coded channel is: each in turn, largest variance first, goes to the
+/// sub-vector with room whose product is least.
+std::vector<std::size_t> allocation(const std::vector<double>& variances, std::size_t sub_dim) {
+  const std::size_t dim = variances.size();
+  const std::size_t n_subs = dim / sub_dim;
+  const double least = std::max(variances.front() * kLeastVariance, variances.back());
+  std::vector<double> products(n_subs);
+  std::vector<std::vector<std::size_t>> members(n_subs);
+  for (std::size_t i = 0; i < dim; ++i) {
+    std::size_t best = n_subs;
+    for (std::size_t sub = 0; sub < n_subs; ++sub) {
+      if (members[sub].size() == sub_dim) continue;
+      if (best == n_subs || products[sub] < products[best]) best = sub;
+    }
+    members[best].push_back(i);
+    if (least > 0.0) products[best] += std::log(2.0 * std::max(variances[i], least) / least);
+  }
+  std::vector<std::size_t> order;
+  for (const auto& sub : members) order.insert(order.end(), sub.begin(), sub.end());
+  return order;
+}
+
+void append_rounded(const double* row, std::size_t dim, std::vector<std::int8_t>& to) {
+  double largest = 0.0;
+  for (std::size_t d = 0; d < dim; ++d) largest = std::max(largest, std::abs(row[d]));
+  for (std::size_t d = 0; d < dim; ++d) {
+    to.push_back(static_cast<std::int8_t>(std::nearbyint(row[d] / largest * 127.0)));
+  }
+}
+
+}  // namespace
+
+FittedTransform fit_values(std::span<const float> rows, std::span<const float> weights) {
+  const std::vector<double> mean = mean_of(rows, weights);
+  const std::vector<double> smooth(mean.size(), 1.0);
+  const double energy = trace(covariance_of(rows, weights, mean, smooth), mean.size());
+  return {scaled(mean, smooth, energy), {}, energy};
+}
+
+FittedTransform fit_keys(std::span<const float> rows, std::span<const float> weights,
+                         std::span<const double> costs, int sub_dim) {
+  const std::size_t dim = costs.size();
+  const double dearest = *std::max_element(costs.begin(), costs.end());
+  std::vector<double> smooth(dim, 1.0);
+  if (dearest > 0.0) {
+    for (std::size_t d = 0; d < dim; ++d) {
+      smooth[d] = 1.0 / std::sqrt(std::max(costs[d] / dearest, kLeastCost));
+    }
+  }
+  const std::vector<double> mean = mean_of(rows, weights);
+  const std::vector<double> covariance = covariance_of(rows, weights, mean, smooth);
+  const double energy = trace(covariance, dim);
+  FittedTransform fitted{scaled(mean, smooth, energy), {}, dearest * energy};
+  const Eigen axes = eigen(covariance, dim);
+  for (const std::size_t i : allocation(axes.values, static_cast<std::size_t>(sub_dim))) {
+    append_rounded(axes.vectors.data() + i * dim, dim, fitted.rotation);
+  }
+  codec::set_rotation(fitted.transform, fitted.rotation);
+  return fitted;
+}
+
+void transform_rows(const codec::HeadTransform& transform, std::span<float> rows) {
+  const std::size_t dim = transform.mean.size();
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = (rows[i] - transform.mean[i % dim]) / transform.smooth[i % dim];
+  }
+  const auto n_rows = static_cast<int>(rows.size() / dim);
+  if (!transform.rotation.empty()) {
+    kernels::active().rotate(transform.rotation.data(), rows.data(), n_rows, static_cast<int>(dim));
+  } else if (transform.hadamard) {
+    codec::hadamard(rows.data(), n_rows, static_cast<int>(dim));
+  }
+}
+
+}  // namespace kvpool::calibration

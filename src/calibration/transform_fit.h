@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/vector_quantizer.h"
+
+namespace kvpool::calibration {
+
+/// How a head's rows are coded.
+struct FittedTransform {
+  codec::HeadTransform transform;
+  std::vector<std::int8_t> rotation;  ///< What codec::set_rotation() made its rotation of, if any.
+  /// The weighted mean of the squares of rows, their mean taken off, each channel's by its cost (that
+  /// of values is 1): what their errors would cost if nothing were coded.
+  double cost = 0.0;
+};
+
+/// Values (n, dim): their mean is taken off; what is coded has unit energy on average, so that heads
+/// can share a codebook, and goes through the Hadamard transform.
+/// @param weights  (n,), >= 0, some above 0: what each row counts in means.
+FittedTransform fit_values(std::span<const float> rows, std::span<const float> weights);
+
+/// Keys (n, dim): their mean is taken off; channels are scaled by the root of what their errors
+/// cost, so that an error of what is coded costs the same in each; and what is coded is rotated to
+/// its principal axes, which are dealt to sub-vectors so that the products of their variances are as
+/// equal as may be (Ge et al. 2013, "eigenvalue allocation"): all sub-vectors are coded with as many
+/// bits. Unit energy as for values.
+/// @param costs  (dim,), >= 0.
+FittedTransform fit_keys(std::span<const float> rows, std::span<const float> weights,
+                         std::span<const double> costs, int sub_dim);
+
+/// Rows become what is coded of them.
+void transform_rows(const codec::HeadTransform& transform, std::span<float> rows);
+
+}  // namespace kvpool::calibration

@@ -1,0 +1,92 @@
+#include "calibration/transform_fit.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numeric>
+#include <random>
+
+namespace kvpool::calibration {
+namespace {
+
+constexpr std::size_t kDim = 16;
+constexpr std::size_t kTokens = 4000;
+
+/// Channel d is d + normal numbers of width 2^(d / 4).
+std::vector<float> some_rows() {
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  std::vector<float> rows;
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    for (std::size_t d = 0; d < kDim; ++d) {
+      rows.push_back(static_cast<float>(d) +
+                     normal(random) * std::exp2(static_cast<float>(d / 4)));
+    }
+  }
+  return rows;
+}
+
+std::vector<double> channel_energy(const std::vector<float>& rows) {
+  std::vector<double> energy(kDim);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    energy[i % kDim] += double{rows[i]} * rows[i] / kTokens;
+  }
+  return energy;
+}
+
+TEST(TransformFit, WhatIsCodedHasUnitEnergy) {
+  const std::vector<float> weights(kTokens, 2.0F);
+  const std::vector<double> costs(kDim, 3.0);
+  for (const auto& fitted :
+       {fit_values(some_rows(), weights), fit_keys(some_rows(), weights, costs, 4)}) {
+    std::vector<float> rows = some_rows();
+    transform_rows(fitted.transform, rows);
+    const std::vector<double> energy = channel_energy(rows);
+    EXPECT_NEAR(std::accumulate(energy.begin(), energy.end(), 0.0), kDim, 1e-2);
+    EXPECT_NEAR(fitted.transform.mean[5], 5.0F, 0.2F);
+    const double all = 4.0 * (1 + 4 + 16 + 64);
+    EXPECT_NEAR(fitted.cost, (fitted.rotation.empty() ? 1.0 : 3.0) * all, 0.1 * fitted.cost);
+  }
+}
+
+TEST(TransformFit, SubVectorsOfKeysGetVariancesOfLikeProducts) {
+  const std::vector<float> weights(kTokens, 1.0F);
+  const FittedTransform fitted = fit_keys(some_rows(), weights, std::vector<double>(kDim, 1.0), 4);
+  std::vector<float> rows = some_rows();
+  transform_rows(fitted.transform, rows);
+  const std::vector<double> energy = channel_energy(rows);
+  double least = 1e300;
+  double most = 0.0;
+  for (std::size_t sub = 0; sub < kDim; sub += 4) {
+    const double product = energy[sub] * energy[sub + 1] * energy[sub + 2] * energy[sub + 3];
+    least = std::min(least, product);
+    most = std::max(most, product);
+  }
+  EXPECT_LT(most, 1.5 * least);
+}
+
+TEST(TransformFit, ChannelsAreScaledByTheRootOfTheirCost) {
+  const std::vector<float> weights(kTokens, 1.0F);
+  std::vector<double> costs(kDim, 1.0);
+  costs[3] = 25.0;
+  costs[4] = 0.0;
+  const std::vector<float> smooth = fit_keys(some_rows(), weights, costs, 4).transform.smooth;
+  EXPECT_NEAR(smooth[0] / smooth[3], 5.0F, 1e-4F);
+  EXPECT_TRUE(std::isfinite(smooth[4]));
+  EXPECT_GT(smooth[4], smooth[0]);
+  const std::vector<float> equal =
+      fit_keys(some_rows(), weights, std::vector<double>(kDim), 4).transform.smooth;
+  EXPECT_EQ(equal[0], equal[15]);
+}
+
+TEST(TransformFit, RowsThatAreAllTheSameHaveATransform) {
+  const std::vector<float> weights(10, 1.0F);
+  std::vector<float> rows(10 * kDim, 3.0F);
+  const FittedTransform fitted = fit_keys(rows, weights, std::vector<double>(kDim, 1.0), 8);
+  EXPECT_EQ(fitted.cost, 0.0);
+  transform_rows(fitted.transform, rows);
+  for (const float x : rows) EXPECT_EQ(x, 0.0F);
+}
+
+}  // namespace
+}  // namespace kvpool::calibration
