@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -46,6 +47,15 @@ mx::array scales(const VectorQuantizer& quantizer) {
   std::vector<float> numbers;
   for (const auto& book : quantizer.codebooks) numbers.push_back(book->scale);
   return by_head(numbers, numbers.size());
+}
+
+/// A matrix of each head; none if rows are not rotated.
+std::optional<mx::array> matrices(const VectorQuantizer& quantizer,
+                                  std::vector<float> HeadTransform::*part) {
+  if (quantizer.transforms.front().rotation.empty()) return std::nullopt;
+  const mx::array numbers = transform_numbers(quantizer, part);
+  const mx::ShapeElem dim = as_extent(quantizer.transforms.front().smooth.size());
+  return mx::reshape(numbers, {numbers.shape(0), 1, dim, dim});
 }
 
 /// The codebooks, once each, and which is a head's.
@@ -90,6 +100,8 @@ VectorParts::VectorParts(const VectorQuantizer& quantizer)
       smooth_(transform_numbers(quantizer, &HeadTransform::smooth)),
       mean_(transform_numbers(quantizer, &HeadTransform::mean)),
       scale_(scales(quantizer)),
+      rotation_(matrices(quantizer, &HeadTransform::rotation)),
+      back_(matrices(quantizer, &HeadTransform::back)),
       first_centroid_(first_centroids(quantizer)),
       centroids_(all_centroids(quantizer)) {}
 
@@ -107,12 +119,21 @@ mx::array VectorParts::decode(const mx::array& parts, int block_size) const {
 }
 
 mx::array VectorParts::enter_space(const mx::array& rows) const {
-  const mx::array smoothed = mx::divide(mx::subtract(rows, mean_), smooth_);
-  return hadamard_ ? hadamard(smoothed) : smoothed;
+  return turn(mx::divide(mx::subtract(rows, mean_), smooth_));
 }
 
 mx::array VectorParts::leave_space(const mx::array& rows) const {
-  return mx::add(mx::multiply(hadamard_ ? hadamard(rows) : rows, smooth_), mean_);
+  return mx::add(mx::multiply(turn_back(rows), smooth_), mean_);
+}
+
+mx::array VectorParts::turn(const mx::array& rows) const {
+  if (rotation_) return mx::matmul(rows, *rotation_);
+  return hadamard_ ? hadamard(rows) : rows;
+}
+
+mx::array VectorParts::turn_back(const mx::array& rows) const {
+  if (back_) return mx::matmul(rows, *back_);
+  return hadamard_ ? hadamard(rows) : rows;
 }
 
 /// Codes (n_heads, n) of vectors (n_heads, n, sub_dim): of the largest x . c - |c|^2 / 2, as the

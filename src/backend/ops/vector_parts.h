@@ -2,6 +2,8 @@
 
 #include <mlx/array.h>
 
+#include <optional>
+
 #include "codec/vector_quantizer.h"
 
 namespace kvpool::detail {
@@ -11,7 +13,7 @@ namespace kvpool::detail {
 /// can tell may get another code than codec::encode() gives it. Lazy; on the stream in use.
 class VectorParts {
  public:
-  /// The codebooks must be of one kind, and all heads or none turned by Hadamard.
+  /// The codebooks must be of one kind, and all heads turned in one way: rotated, by Hadamard or not.
   explicit VectorParts(const codec::VectorQuantizer& quantizer);
 
   /// Parts (n_heads, n, part bytes), of uint8, of fp32 rows (n_heads, n, block_size, head_dim).
@@ -24,6 +26,9 @@ class VectorParts {
   mlx::core::array enter_space(const mlx::core::array& rows) const;
   mlx::core::array leave_space(const mlx::core::array& rows) const;
 
+  mlx::core::array turn(const mlx::core::array& rows) const;
+  mlx::core::array turn_back(const mlx::core::array& rows) const;
+
   mlx::core::array nearest(const mlx::core::array& vectors) const;
   mlx::core::array pack(const mlx::core::array& codes) const;
   mlx::core::array unpack(const mlx::core::array& parts, int block_size) const;
@@ -34,6 +39,7 @@ class VectorParts {
   const bool hadamard_;
   // Per head, (n_heads, 1, 1, head_dim) or (n_heads, 1, 1, 1).
   const mlx::core::array smooth_, mean_, scale_;
+  const std::optional<mlx::core::array> rotation_, back_;  ///< (n_heads, 1, head_dim, head_dim)
   const mlx::core::array first_centroid_;  ///< Of the head's codebook, in centroids_.
   const mlx::core::array centroids_;       ///< (all centroids, sub_dim) of int8.
 };
