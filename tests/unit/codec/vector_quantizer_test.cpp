@@ -68,7 +68,7 @@ std::shared_ptr<const Codebook> trained(VectorCode code) {
 double normalised_error(Code code, Role role) {
   VectorQuantizer quantizer;
   quantizer.codebooks.push_back(trained(vector_code(code, role)));
-  quantizer.transforms.push_back({std::vector<float>(64, 1.0F), std::vector<float>(64), true});
+  quantizer.transforms.push_back({std::vector<float>(64, 1.0F), std::vector<float>(64), true, {}, {}});
   const PartGeometry geometry{{.code = code, .quantizer = &quantizer}, role, 256, 64};
   const std::vector<float> rows = normal_numbers(256 * 64, 2);
   std::vector<std::byte> part(part_bytes(geometry));
