@@ -269,7 +269,7 @@ def rewritten(saved, tmp_path, arrays=None, metadata=None):
         ({}, {"kvpool": None}, "no file of codebooks"),
         ({}, {"kvpool": "3"}, "version 3, this kvpool reads versions 1 and 2"),
         ({}, {"kvpool": "1"}, "keys.centroids must be"),
-        ({}, {"format": "vecinfer1"}, "vecinfer1 has 1 bits an element"),
+        ({}, {"format": "vecinfer1"}, "vecinfer1 has 1.0"),
         ({}, {"format": "int4"}, "int4"),
         ({}, {"architecture": "[]"}, "architecture"),
         ({}, {"architecture": None}, "architecture"),
