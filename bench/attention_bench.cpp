@@ -63,7 +63,7 @@ constexpr Case kCases[] = {{"fp32", {kFp32}},
                            {"vecinfer3", {kVecInfer3}},
                            {"vecinfer4", {kVecInfer4}}};
 
-/// Codebooks of random centroids: they cost what trained ones do.
+/// Codebooks of random centroids and rotations: they cost what trained ones do.
 std::shared_ptr<const codec::VectorQuantizer> random_quantizer(const Shape& shape,
                                                                const Format& format,
                                                                codec::Role role) {
@@ -81,8 +81,16 @@ std::shared_ptr<const codec::VectorQuantizer> random_quantizer(const Shape& shap
     }
     quantizer->codebooks.push_back(
         codec::make_codebook(code.sub_dim, code.code_bits, 1.0F / 32.0F, std::move(centroids)));
-    quantizer->transforms.push_back(
-        {std::vector<float>(dim, 1.0F), std::vector<float>(dim, 0.0F), true});
+    codec::HeadTransform& transform = quantizer->transforms.emplace_back();
+    transform.smooth.assign(dim, 1.0F);
+    transform.mean.assign(dim, 0.0F);
+    if (role == codec::Role::kKeys) {
+      std::vector<std::int8_t> rows(dim * dim);
+      for (std::int8_t& x : rows) {
+        x = static_cast<std::int8_t>(std::clamp(32.0F * normal(random), -127.0F, 127.0F));
+      }
+      codec::set_rotation(transform, rows);
+    }
   }
   return quantizer;
 }

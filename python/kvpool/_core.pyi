@@ -451,21 +451,20 @@ class VecInferStream:
     How the keys, or the values, of all layers of a model are product-quantised.
     """
 
-    def __init__(self, sub_dim: int, code_bits: int, centroids: mlx.core.array, scales: mlx.core.array, codebook_of: mlx.core.array, smooth: mlx.core.array, mean: mlx.core.array, hadamard: bool = True) -> None: ...
+    def __init__(self, codes: mlx.core.array, centroids: mlx.core.array, scales: mlx.core.array, codebook_of: mlx.core.array, smooth: mlx.core.array, mean: mlx.core.array, rotation: mlx.core.array | None = None, hadamard: bool = True) -> None: ...
 
     @property
-    def sub_dim(self) -> int:
-        """Channels to a code: 2, 4 or 8."""
-
-    @property
-    def code_bits(self) -> int:
-        """8; 12 with 8 channels."""
+    def codes(self) -> mlx.core.array:
+        """
+        (n_codebooks, 2), int32: channels to a code (2, 4 or 8), and bits of a code (8; 12
+        with 8 channels). The heads of a layer have one code; layers may differ.
+        """
 
     @property
     def centroids(self) -> mlx.core.array:
         """
-        (n_codebooks, 2^code_bits, sub_dim), int8: centroid c of codebook i is
-        scales[i] * centroids[i][c].
+        int8: of each codebook in turn (2^bits, channels) numbers; centroid c of codebook i is
+        scales[i] times row c of its numbers.
         """
 
     @property
@@ -479,13 +478,20 @@ class VecInferStream:
     @property
     def smooth(self) -> mlx.core.array:
         """
-        (n_layers, n_kv_heads, head_dim), float32: what is coded is
-        hadamard((x - mean) / smooth).
+        (n_layers, n_kv_heads, head_dim), float32: what is coded is (x - mean) / smooth,
+        rotated; if there is no rotation, after a Hadamard transform.
         """
 
     @property
     def mean(self) -> mlx.core.array:
         """As smooth."""
+
+    @property
+    def rotation(self) -> mlx.core.array | None:
+        """
+        None or (n_layers, n_kv_heads, head_dim, head_dim), int8: rows that are made
+        orthonormal, each in turn; element i of what is coded is the product with row i.
+        """
 
     @property
     def hadamard(self) -> bool: ...
@@ -517,6 +523,10 @@ class VecInferCodebooks:
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def average_bits(self) -> float:
+        """Bits an element of keys and values, on average over the layers."""
 
     @property
     def nbytes(self) -> int:
@@ -580,6 +590,13 @@ class VecInferCalibrator:
         then.
         """
 
+    def observe_gradients(self, layer: int, gradients: mlx.core.array) -> None:
+        """
+        Learns what errors of a layer's output cost: `gradients` (any shape) are those of the
+        log-likelihood of drawn tokens by attention's output, of the same text for all layers.
+        Without any, layers count alike. Raises ValueError if they are not finite.
+        """
+
     def train(self, format: str, n_codebooks: int = 0, n_restarts: int = 3, n_iterations: int = 20, progress: Callable[[int, int], None] | None = None) -> VecInferCalibration:
         """
         Trains the codebooks of a format: the same observations and seed give the same bits.
@@ -587,11 +604,12 @@ class VecInferCalibrator:
         Args:
             format: "vecinfer1", "vecinfer1.5", "vecinfer2", "vecinfer3" or
                 "vecinfer4".
-            n_codebooks: of the keys, and as many of the values; 0: one a head with codes of 8
-                bits, 12 in all with codes of 12 bits.
+            n_codebooks: of the keys, and as many of the values, in all layers of the format's own
+                code; 0: one a head, of codes of 1, 2 or 4 bits an element as serves the whole
+                best within the format's bits.
             n_restarts: starts of k-means that are tried for each codebook.
             n_iterations: steps of k-means, at most.
-            progress: called with codebooks done and in all; what it raises ends the
+            progress: called with steps done and in all; what it raises ends the
                 training.
 
         Raises ValueError naming what is not allowed, RuntimeError if a layer has seen no

@@ -120,6 +120,9 @@ struct VecInferCalibrator::State {
   std::vector<std::vector<double>> channel_costs;  // A layer: of keys, (heads, dim).
   std::vector<std::vector<double>> token_costs;    // A layer: of values, summed, (heads,).
   std::vector<double> squared_gradients;           // A layer: what errors of the output cost.
+  /// Of each head of keys, then of values, what each of kChoices would cost; empty until they are
+  /// tried, and after what was learnt since.
+  mutable std::vector<double> trial_costs;
 
   std::size_t heads() const noexcept { return static_cast<std::size_t>(n_kv_heads); }
   std::size_t dim() const noexcept { return static_cast<std::size_t>(head_dim); }
@@ -143,8 +146,9 @@ struct VecInferCalibrator::State {
                                    std::span<const float> rows,
                                    std::span<const float> weights) const;
   double trial_cost(const Stream& stream, std::size_t head, codec::VectorCode code) const;
-  std::vector<std::size_t> choose_codes(std::span<const Stream> streams, double bits,
-                                        const std::function<void(std::int64_t)>& advance) const;
+  void try_codes(std::span<const Stream> streams,
+                 const std::function<void(std::int64_t)>& advance) const;
+  std::vector<std::size_t> choose_codes(double bits) const;
   Progress plan(const VecInferTraining& training, std::vector<codec::VectorCode> codes) const;
   void train_codebook(const VecInferTraining& training, const Stream& stream, std::size_t index,
                       Progress& progress) const;
@@ -201,7 +205,7 @@ calibration::FittedTransform VecInferCalibrator::State::fit(const Stream& stream
   return calibration::fit_keys(rows, weights, costs, code.sub_dim);
 }
 
-/// What errors of a head's codes would cost.
+/// What errors of a head's codes would cost in its layer's output.
 double VecInferCalibrator::State::trial_cost(const Stream& stream, std::size_t head,
                                              codec::VectorCode code) const {
   const std::size_t layer = head / heads();
@@ -222,22 +226,29 @@ double VecInferCalibrator::State::trial_cost(const Stream& stream, std::size_t h
       points, calibration::train_centroids(points, 1 << code.code_bits, options));
   const double of_tokens =
       stream.role == codec::Role::kKeys ? 1.0 : token_costs[layer][head % heads()];
-  return gradient_weight(layer) * of_tokens * fitted.cost * error;
+  return of_tokens * fitted.cost * error;
 }
 
-/// For each layer of each stream in turn, which of kChoices it gets, `bits` at most on average.
-std::vector<std::size_t> VecInferCalibrator::State::choose_codes(
-    std::span<const Stream> streams, double bits,
-    const std::function<void(std::int64_t)>& advance) const {
-  constexpr std::size_t kNChoices = std::size(kChoices);
-  std::vector<double> of_heads(streams.size() * all_heads() * kNChoices);
-  for_each(of_heads.size(), advance, [&](std::size_t i) {
-    const std::size_t head = i / kNChoices;
-    of_heads[i] = trial_cost(streams[head / all_heads()], head % all_heads(), kChoices[i % kNChoices]);
+void VecInferCalibrator::State::try_codes(
+    std::span<const Stream> streams, const std::function<void(std::int64_t)>& advance) const {
+  std::vector<double> costs(streams.size() * all_heads() * std::size(kChoices));
+  for_each(costs.size(), advance, [&](std::size_t i) {
+    const std::size_t head = i / std::size(kChoices);
+    costs[i] = trial_cost(streams[head / all_heads()], head % all_heads(),
+                          kChoices[i % std::size(kChoices)]);
   });
-  std::vector<double> costs(streams.size() * samples.size() * kNChoices);
-  for (std::size_t i = 0; i < of_heads.size(); ++i) {
-    costs[i / kNChoices / heads() * kNChoices + i % kNChoices] += of_heads[i];
+  trial_costs = std::move(costs);
+}
+
+/// For each layer of the keys, then of the values, which of kChoices it gets, `bits` at most on
+/// average.
+std::vector<std::size_t> VecInferCalibrator::State::choose_codes(double bits) const {
+  constexpr std::size_t kNChoices = std::size(kChoices);
+  std::vector<double> costs(trial_costs.size() / heads());
+  for (std::size_t i = 0; i < trial_costs.size(); ++i) {
+    const std::size_t layer = i / kNChoices / heads();
+    costs[layer * kNChoices + i % kNChoices] +=
+        trial_costs[i] * gradient_weight(layer % samples.size());
   }
   std::vector<double> choices;
   for (const codec::VectorCode& code : kChoices) choices.push_back(code.bits());
@@ -400,6 +411,7 @@ void VecInferCalibrator::observe(std::int64_t layer, const mx::array& queries,
   const mx::array value_costs = fp32(costs.values);
   const mx::array channel_costs = fp32(costs.channels);
   state_->begin(queries, keys);
+  state_->trial_costs.clear();
 
   const std::size_t heads = state_->heads();
   const std::size_t dim = state_->dim();
@@ -475,12 +487,16 @@ VecInferCalibration VecInferCalibrator::train(
   const double bits = codec::vector_bits(code);
   const bool chooses = training.n_codebooks == 0 && bits > kChoices[0].bits() &&
                        bits < std::rbegin(kChoices)->bits();
+  const bool tries = chooses && state.trial_costs.empty();
   const auto n_trials =
-      static_cast<std::int64_t>(chooses ? 2 * state.all_heads() * std::size(kChoices) : 0);
+      static_cast<std::int64_t>(tries ? 2 * state.all_heads() * std::size(kChoices) : 0);
   const auto books_at_most = static_cast<std::int64_t>(2 * state.all_heads());
-  if (chooses) {
+  if (tries) {
     total = n_trials + books_at_most;
-    const std::vector<std::size_t> chosen = state.choose_codes(streams, bits, advance);
+    state.try_codes(streams, advance);
+  }
+  if (chooses) {
+    const std::vector<std::size_t> chosen = state.choose_codes(bits);
     for (std::size_t i = 0; i < chosen.size(); ++i) {
       codes[i / n_layers][i % n_layers] = kChoices[chosen[i]];
     }

@@ -11,7 +11,7 @@ namespace kvpool::codec {
 namespace {
 
 /// A row that keeps no more than this part of its square, once cleared of others, depends on them.
-constexpr double kLeastLeft = 1e-6;
+constexpr double kLeastLeft = 1e-12;
 
 }  // namespace
 

@@ -267,8 +267,9 @@ def rewritten(saved, tmp_path, arrays=None, metadata=None):
     "arrays, metadata, words",
     [
         ({}, {"kvpool": None}, "no file of codebooks"),
-        ({}, {"kvpool": "1"}, "version 1, this kvpool reads version 2; `kvpool calibrate` makes it anew"),
-        ({}, {"format": "vecinfer1"}, "vecinfer1 has 1 bits an element"),
+        ({}, {"kvpool": "3"}, "version 3, this kvpool reads versions 1 and 2"),
+        ({}, {"kvpool": "1"}, "keys.centroids must be"),
+        ({}, {"format": "vecinfer1"}, "vecinfer1 has 1.0"),
         ({}, {"format": "int4"}, "int4"),
         ({}, {"architecture": "[]"}, "architecture"),
         ({}, {"architecture": None}, "architecture"),
@@ -294,6 +295,14 @@ def test_a_corrupted_field_is_named(saved, tmp_path, arrays, metadata, words):
     with pytest.raises(ValueError, match=words) as error:
         load_codebooks(path)
     assert str(path) in str(error.value)
+
+
+def test_files_of_version_1_are_read(saved, tmp_path):
+    """They had centroids (n_codebooks, n_codes, channels) and no rotation."""
+    old = {f"{name}.centroids": mx.ones((4, 256, 4), mx.int8) for name in ("keys", "values")}
+    old |= {f"{name}.codes": None for name in ("keys", "values")} | {"keys.rotation": None}
+    codebooks = load_codebooks(rewritten(saved, tmp_path, old, {"kvpool": "1"}))
+    assert (codebooks.format, codebooks.average_bits, codebooks.head_dim) == ("vecinfer2", 2, 16)
 
 
 def test_a_cut_file_and_no_file_are_refused(saved, tmp_path):

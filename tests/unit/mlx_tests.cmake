@@ -16,7 +16,7 @@ kvpool_test(cache_test kvpool::kvpool
   cache/pooled_kv_cache_test.cpp
   cache/standalone_kv_cache_test.cpp
   cache/vecinfer_kv_cache_test.cpp)
-target_include_directories(cache_test PRIVATE ${PROJECT_SOURCE_DIR}/src)
+target_include_directories(cache_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
 
 kvpool_test(paged_test kvpool::kvpool
   backend/backends_test.cpp

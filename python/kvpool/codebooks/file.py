@@ -1,7 +1,7 @@
 """Sets of codebooks in files, and those that come with the package.
 
 A file is safetensors: the arrays of both streams (``keys.smooth``, ``values.mean`` ...; ``rotation`` may be missing) and
-the ``sketch`` of the model; its metadata say ``kvpool`` (version of the file's layout), ``format``, ``architecture`` (JSON) and whether the
+the ``sketch`` of the model; its metadata say ``kvpool`` (version of the file's layout: 2, or 1, which had one code and no rotation), ``format``, ``architecture`` (JSON) and whether the
 streams are coded after a Hadamard transform.
 """
 
@@ -109,12 +109,11 @@ def read_file(path: str | Path) -> tuple[VecInferCodebooks, Fingerprint]:
     version = metadata.get("kvpool")
     if version is None or "format" not in metadata:
         raise ValueError(f"{path}: this is no file of codebooks")
-    if version != str(VERSION):
-        raise ValueError(
-            f"{path}: the file is of version {version}, this kvpool reads version {VERSION}; "
-            "`kvpool calibrate` makes it anew"
-        )
+    if version not in ("1", str(VERSION)):
+        raise ValueError(f"{path}: the file is of version {version}, this kvpool reads versions 1 and {VERSION}")
     try:
+        if version == "1":
+            arrays = arrays | _codes_of_version_1(arrays)
         streams = [_stream(name, arrays, metadata) for name in _STREAMS]
         codebooks = VecInferCodebooks(metadata["format"], *streams)
         return codebooks, _checked(codebooks, _fingerprint(arrays, metadata))
@@ -153,6 +152,20 @@ def _stream(name: str, arrays: dict[str, mx.array], metadata: dict[str, str]) ->
     if hadamard not in ("0", "1"):
         raise ValueError(f"{name}.hadamard must be 0 or 1, got {hadamard!r}")
     return VecInferStream(**parts, hadamard=hadamard == "1")
+
+
+def _codes_of_version_1(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What version 2 has in place of centroids (n_codebooks, n_codes, channels)."""
+    changed = {}
+    for name in _STREAMS:
+        centroids = _array(arrays, f"{name}.centroids", mx.int8, 3)
+        n_codebooks, n_codes, sub_dim = centroids.shape
+        code = [sub_dim, max(n_codes - 1, 0).bit_length()]
+        if n_codes != 1 << code[1]:
+            raise ValueError(f"{name}.centroids must be of 256 or 4096 codes, got {n_codes}")
+        changed[f"{name}.codes"] = mx.array([code] * n_codebooks, mx.int32)
+        changed[f"{name}.centroids"] = centroids.reshape(-1)
+    return changed
 
 
 def _array(arrays: dict[str, mx.array], name: str, dtype: mx.Dtype, ndim: int) -> mx.array:

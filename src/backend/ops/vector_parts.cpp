@@ -12,6 +12,7 @@
 
 #include "backend/ops/blocks.h"
 #include "backend/ops/parts.h"
+#include "codec/codec.h"
 
 namespace mx = mlx::core;
 
@@ -49,13 +50,35 @@ mx::array scales(const VectorQuantizer& quantizer) {
   return by_head(numbers, numbers.size());
 }
 
-/// A matrix of each head; none if rows are not rotated.
-std::optional<mx::array> matrices(const VectorQuantizer& quantizer,
-                                  std::vector<float> HeadTransform::*part) {
-  if (quantizer.transforms.front().rotation.empty()) return std::nullopt;
-  const mx::array numbers = transform_numbers(quantizer, part);
-  const mx::ShapeElem dim = as_extent(quantizer.transforms.front().smooth.size());
-  return mx::reshape(numbers, {numbers.shape(0), 1, dim, dim});
+/// Whether all heads are turned by Hadamard, or none is turned.
+bool turn_alike(const VectorQuantizer& quantizer) {
+  const bool hadamard = quantizer.transforms.front().hadamard;
+  return std::ranges::all_of(quantizer.transforms, [&](const HeadTransform& transform) {
+    return transform.rotation.empty() && transform.hadamard == hadamard;
+  });
+}
+
+/// What turns each head's rows, as a matrix on their right; none if all heads are turned alike.
+std::optional<mx::array> rotations(const VectorQuantizer& quantizer) {
+  if (turn_alike(quantizer)) return std::nullopt;
+  const std::size_t dim = quantizer.transforms.front().smooth.size();
+  const int n = static_cast<int>(dim);
+  std::vector<float> numbers;
+  for (const HeadTransform& transform : quantizer.transforms) {
+    std::vector<float> matrix = transform.rotation;
+    if (matrix.empty()) {
+      matrix.resize(dim * dim);
+      for (std::size_t d = 0; d < dim; ++d) matrix[d * dim + d] = 1.0F;
+      if (transform.hadamard) codec::hadamard(matrix.data(), n, n);
+    }
+    numbers.insert(numbers.end(), matrix.begin(), matrix.end());
+  }
+  return mx::array(numbers.data(), {as_extent(quantizer.transforms.size()), 1, n, n});
+}
+
+std::optional<mx::array> transposed(const std::optional<mx::array>& matrices) {
+  if (!matrices) return std::nullopt;
+  return mx::swapaxes(*matrices, 2, 3);
 }
 
 /// The codebooks, once each, and which is a head's.
@@ -100,8 +123,8 @@ VectorParts::VectorParts(const VectorQuantizer& quantizer)
       smooth_(transform_numbers(quantizer, &HeadTransform::smooth)),
       mean_(transform_numbers(quantizer, &HeadTransform::mean)),
       scale_(scales(quantizer)),
-      rotation_(matrices(quantizer, &HeadTransform::rotation)),
-      back_(matrices(quantizer, &HeadTransform::back)),
+      rotation_(rotations(quantizer)),
+      back_(transposed(rotation_)),
       first_centroid_(first_centroids(quantizer)),
       centroids_(all_centroids(quantizer)) {}
 

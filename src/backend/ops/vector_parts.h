@@ -13,7 +13,7 @@ namespace kvpool::detail {
 /// can tell may get another code than codec::encode() gives it. Lazy; on the stream in use.
 class VectorParts {
  public:
-  /// The codebooks must be of one kind, and all heads turned in one way: rotated, by Hadamard or not.
+  /// The codebooks must be of one kind.
   explicit VectorParts(const codec::VectorQuantizer& quantizer);
 
   /// Parts (n_heads, n, part bytes), of uint8, of fp32 rows (n_heads, n, block_size, head_dim).
@@ -39,7 +39,8 @@ class VectorParts {
   const bool hadamard_;
   // Per head, (n_heads, 1, 1, head_dim) or (n_heads, 1, 1, 1).
   const mlx::core::array smooth_, mean_, scale_;
-  const std::optional<mlx::core::array> rotation_, back_;  ///< (n_heads, 1, head_dim, head_dim)
+  /// (n_heads, 1, head_dim, head_dim); none if all heads are turned by Hadamard, or none is.
+  const std::optional<mlx::core::array> rotation_, back_;
   const mlx::core::array first_centroid_;  ///< Of the head's codebook, in centroids_.
   const mlx::core::array centroids_;       ///< (all centroids, sub_dim) of int8.
 };

@@ -61,7 +61,7 @@ TEST(VecInferCodebooks, LayersMayHaveDifferentCodesWithinTheFormatsBits) {
   EXPECT_EQ(books.layer(0).keys->codebooks[2]->code(), (codec::VectorCode{2, 8}));
   EXPECT_EQ(books.layer(1).keys->codebooks[0]->code(), (codec::VectorCode{8, 8}));
   EXPECT_EQ(books.layer(1).values->codebooks[0]->code(), kCode);
-  EXPECT_NE(refusal("vecinfer2", mixed, even).find("2.25 on average"), std::string::npos);
+  EXPECT_NE(refusal("vecinfer2", mixed, even).find("these codebooks 2.25"), std::string::npos);
   // The numbers of book 3, the first of layer 1, come after those of three of 512.
   mx::array centroids = mixed.centroids;
   centroids.eval();
@@ -95,8 +95,7 @@ TEST(VecInferCodebooks, RefuseWhatDoesNotFitAndSayWhat) {
   EXPECT_EQ(refusal("vecinfer2", good(), good()), "");
   EXPECT_NE(refusal("int4", good(), good()).find("format must be vecinfer1"), std::string::npos);
   EXPECT_NE(refusal("vecinfer5", good(), good()).find("unknown format"), std::string::npos);
-  EXPECT_EQ(refusal("vecinfer1", good(), good()),
-            "VecInferCodebooks: vecinfer1 has 1 bits an element, these codebooks 2 on average");
+  EXPECT_NE(refusal("vecinfer1", good(), good()).find("vecinfer1 has 1.0"), std::string::npos);
   const std::pair<std::string, std::function<void(VecInferStream&)>> changes[] = {
       {"codes must be (6, 2)", [](auto& s) { s.codes = mx::zeros({5, 2}, mx::int32); }},
       {"codes must be 8 bits of 2, 4 or 8 channels",

@@ -79,11 +79,10 @@ inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
 
 using kernels::shape_of;
 
-/// A quantizer of up to 4 heads, each with centroids, a mean, scales and, if asked for, a rotation of
-/// its own.
+/// A quantizer of up to 4 heads, each with centroids, a mean and scales of its own; odd ones are
+/// rotated.
 inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::VectorCode code,
-                                                                    int head_dim,
-                                                                    bool rotates = false) {
+                                                                    int head_dim) {
   std::mt19937 random(77);
   std::normal_distribution<float> normal;
   auto quantizer = std::make_shared<codec::VectorQuantizer>();
@@ -100,18 +99,17 @@ inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::Vecto
       transform.smooth.push_back(std::exp(0.3F * normal(random)));
       transform.mean.push_back(0.3F * normal(random));
     }
-    if (rotates) {
-      std::vector<std::int8_t> rotation(static_cast<std::size_t>(head_dim * head_dim));
-      for (std::int8_t& x : rotation) {
-        x = static_cast<std::int8_t>(std::clamp(40.0F * normal(random), -127.0F, 127.0F));
-      }
-      codec::set_rotation(transform, rotation);
+    if (head % 2 == 0) continue;
+    std::vector<std::int8_t> rotation(static_cast<std::size_t>(head_dim * head_dim));
+    for (std::int8_t& x : rotation) {
+      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(random), -127.0F, 127.0F));
     }
+    codec::set_rotation(transform, rotation);
   }
   return quantizer;
 }
 
-/// The format with a quantizer, if it is one that needs it; its keys are rotated, as calibrated ones.
+/// The format with a quantizer, if it is one that needs it.
 inline codec::Format complete(codec::Format format, codec::Role role, int head_dim) {
   if (!format.is_vector()) return format;
   static std::map<std::tuple<codec::Code, codec::Role, int>,
@@ -119,8 +117,7 @@ inline codec::Format complete(codec::Format format, codec::Role role, int head_d
       known;
   auto& quantizer = known[{format.code, role, head_dim}];
   if (quantizer == nullptr) {
-    quantizer = make_quantizer(codec::vector_code(format.code, role), head_dim,
-                               role == codec::Role::kKeys);
+    quantizer = make_quantizer(codec::vector_code(format.code, role), head_dim);
   }
   format.quantizer = quantizer.get();
   return format;
