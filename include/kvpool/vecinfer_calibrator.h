@@ -31,7 +31,7 @@ struct VecInferTraining {
   /// Codebooks of the keys, and as many of the values: heads share them in the order of layers if
   /// there are fewer, and all layers have the format's own code. 0: one a head; keys and values of
   /// each layer get the code of 1, 2 or 4 bits an element that serves the whole best within the
-  /// format's bits.
+  /// format's bits, or the format's own if no query was as far from a token as `window`.
   std::int64_t n_codebooks = 0;
   /// Starts of k-means that are tried for each codebook, and steps at most.
   int n_restarts = 3;

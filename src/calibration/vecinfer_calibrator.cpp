@@ -495,7 +495,8 @@ VecInferCalibration VecInferCalibrator::train(
     total = n_trials + books_at_most;
     state.try_codes(streams, advance);
   }
-  if (chooses) {
+  // Nothing costs anything if no query was seen that is far enough from a token.
+  if (chooses && *std::max_element(state.trial_costs.begin(), state.trial_costs.end()) > 0.0) {
     const std::vector<std::size_t> chosen = state.choose_codes(bits);
     for (std::size_t i = 0; i < chosen.size(); ++i) {
       codes[i / n_layers][i % n_layers] = kChoices[chosen[i]];
