@@ -53,8 +53,8 @@ struct VecInferCalibration {
 /// What errors cost is reckoned by what they do to the output of attention, to first order. It says
 /// what tokens count, how channels of keys are scaled, and with gradients what layers count. Coded
 /// keys are scaled half the way to the energy of the true ones: a nearest centroid is the mean of
-/// what it stands for, so scores would vary too little, and sealed tokens would get too small a share
-/// against raw ones; at the full energy errors weigh more.
+/// what it stands for, so scores would vary too little, and sealed tokens would get too small a
+/// share against raw ones; at the full energy errors weigh more.
 class VecInferCalibrator {
  public:
   /// @throws std::invalid_argument naming what is not allowed.

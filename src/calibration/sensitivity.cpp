@@ -31,8 +31,9 @@ Sensitivity sensitivity(const mx::array& queries, const mx::array& keys, const m
   const mx::ShapeElem length = keys.shape(2);
   const mx::ShapeElem dim = keys.shape(3);
   const mx::ShapeElem group = queries.shape(1) / n_heads;
-  const mx::array q =
-      mx::reshape(mx::astype(queries, mx::float32), {n_batch, n_heads, group, length, dim});
+  const mx::array q = mx::multiply(
+      mx::reshape(mx::astype(queries, mx::float32), {n_batch, n_heads, group, length, dim}),
+      mx::array(scale));
   const mx::array k = mx::expand_dims(mx::astype(keys, mx::float32), 2);
   const mx::array v = mx::expand_dims(mx::astype(values, mx::float32), 2);
   Sensitivity sums{mx::zeros({n_batch, n_heads, length}, mx::float32),
@@ -43,14 +44,13 @@ Sensitivity sensitivity(const mx::array& queries, const mx::array& keys, const m
     const mx::array asked = slice_tokens(q, 3, first, end);
     const mx::array seen_keys = slice_tokens(k, 3, 0, end);
     const mx::array seen_values = slice_tokens(v, 3, 0, end);
-    const mx::array scores = mx::matmul(mx::multiply(asked, mx::array(scale)),
-                                        mx::swapaxes(seen_keys, -1, -2));
+    const mx::array scores = mx::matmul(asked, mx::swapaxes(seen_keys, -1, -2));
     const mx::array distance = mx::subtract(mx::expand_dims(mx::arange(first, end, mx::int32), 1),
                                             mx::arange(0, end, mx::int32));
-    const mx::array weights = mx::softmax(
-        mx::where(mx::greater_equal(distance, mx::array(0)), scores,
-                  mx::array(-std::numeric_limits<float>::infinity())),
-        -1, true);
+    const mx::array weights =
+        mx::softmax(mx::where(mx::greater_equal(distance, mx::array(0)), scores,
+                              mx::array(-std::numeric_limits<float>::infinity())),
+                    -1, true);
     const mx::array far =
         mx::greater_equal(distance, mx::array(static_cast<int>(std::min<std::int64_t>(
                                         window, std::numeric_limits<int>::max()))));
@@ -66,9 +66,9 @@ Sensitivity sensitivity(const mx::array& queries, const mx::array& keys, const m
     };
     add(sums.keys, mx::multiply(moved, norms(asked)));
     add(sums.values, squares);
-    sums.channels = mx::add(sums.channels, mx::sum(mx::multiply(mx::sum(moved, -1, true),
-                                                                mx::square(asked)),
-                                                   {0, 2, 3}));
+    sums.channels =
+        mx::add(sums.channels,
+                mx::sum(mx::multiply(mx::sum(moved, -1, true), mx::square(asked)), {0, 2, 3}));
     mx::eval(sums.keys, sums.values, sums.channels);
   }
   return sums;

@@ -73,7 +73,8 @@ struct Progress {
   std::vector<double> errors;  // Of each head.
 };
 
-/// What tokens count: what their errors cost, by a mean of 1, those that cost nothing not forgotten.
+/// What tokens count: what their errors cost, by a mean of 1, those that cost nothing not
+/// forgotten.
 std::vector<float> weights_of(std::vector<float> costs) {
   const double mean =
       std::accumulate(costs.begin(), costs.end(), 0.0) / static_cast<double>(costs.size());
@@ -116,7 +117,7 @@ struct VecInferCalibrator::State {
   std::int64_t n_heads = 0;
   std::int64_t n_kv_heads = 0;
   std::int64_t head_dim = 0;
-  std::vector<calibration::TokenSample> samples;  // One a layer.
+  std::vector<calibration::TokenSample> samples;   // One a layer.
   std::vector<std::vector<double>> channel_costs;  // A layer: of keys, (heads, dim).
   std::vector<std::vector<double>> token_costs;    // A layer: of values, summed, (heads,).
   std::vector<double> squared_gradients;           // A layer: what errors of the output cost.
@@ -189,7 +190,8 @@ void VecInferCalibrator::State::begin(const mx::array& queries, const mx::array&
   n_kv_heads = keys.shape(1);
   head_dim = keys.shape(3);
   for (std::int64_t layer = 0; layer < config.n_layers; ++layer) {
-    samples.emplace_back(2 * heads(), dim(), 2 * heads(), static_cast<std::size_t>(config.max_tokens),
+    samples.emplace_back(2 * heads(), dim(), 2 * heads(),
+                         static_cast<std::size_t>(config.max_tokens),
                          config.seed + static_cast<std::uint64_t>(layer));
     channel_costs.emplace_back(heads() * dim());
     token_costs.emplace_back(heads());
@@ -201,7 +203,8 @@ calibration::FittedTransform VecInferCalibrator::State::fit(const Stream& stream
                                                             std::span<const float> rows,
                                                             std::span<const float> weights) const {
   if (stream.role == codec::Role::kValues) return calibration::fit_values(rows, weights);
-  const auto costs = std::span(channel_costs[head / heads()]).subspan(head % heads() * dim(), dim());
+  const auto costs =
+      std::span(channel_costs[head / heads()]).subspan(head % heads() * dim(), dim());
   return calibration::fit_keys(rows, weights, costs, code.sub_dim);
 }
 
@@ -229,8 +232,8 @@ double VecInferCalibrator::State::trial_cost(const Stream& stream, std::size_t h
   return of_tokens * fitted.cost * error;
 }
 
-void VecInferCalibrator::State::try_codes(
-    std::span<const Stream> streams, const std::function<void(std::int64_t)>& advance) const {
+void VecInferCalibrator::State::try_codes(std::span<const Stream> streams,
+                                          const std::function<void(std::int64_t)>& advance) const {
   std::vector<double> costs(streams.size() * all_heads() * std::size(kChoices));
   for_each(costs.size(), advance, [&](std::size_t i) {
     const std::size_t head = i / std::size(kChoices);
@@ -357,17 +360,17 @@ VecInferStream VecInferCalibrator::State::result(const Stream& stream,
   const mx::Shape of_heads{static_cast<mx::ShapeElem>(samples.size()),
                            static_cast<mx::ShapeElem>(n_kv_heads)};
   const mx::Shape of_channels{of_heads[0], of_heads[1], static_cast<mx::ShapeElem>(head_dim)};
-  VecInferStream made{mx::array(codes.data(), {n_books, 2}, mx::int32),
-                      mx::array(centroids.data(), {static_cast<mx::ShapeElem>(centroids.size())},
-                                mx::int8),
-                      mx::array(scales.data(), {n_books}, mx::float32),
-                      mx::array(progress.codebook_of.data(), of_heads, mx::int32),
-                      mx::array(smooth.data(), of_channels, mx::float32),
-                      mx::array(mean.data(), of_channels, mx::float32)};
+  VecInferStream made{
+      mx::array(codes.data(), {n_books, 2}, mx::int32),
+      mx::array(centroids.data(), {static_cast<mx::ShapeElem>(centroids.size())}, mx::int8),
+      mx::array(scales.data(), {n_books}, mx::float32),
+      mx::array(progress.codebook_of.data(), of_heads, mx::int32),
+      mx::array(smooth.data(), of_channels, mx::float32),
+      mx::array(mean.data(), of_channels, mx::float32)};
   if (stream.role == codec::Role::kKeys) {
-    made.rotation = mx::array(rotation.data(),
-                              {of_channels[0], of_channels[1], of_channels[2], of_channels[2]},
-                              mx::int8);
+    made.rotation =
+        mx::array(rotation.data(), {of_channels[0], of_channels[1], of_channels[2], of_channels[2]},
+                  mx::int8);
   }
   return made;
 }
@@ -448,7 +451,8 @@ void VecInferCalibrator::observe_gradients(std::int64_t layer, const mx::array& 
     const double g = numbers.data<float>()[i];
     squares += g * g;
   }
-  if (!std::isfinite(squares)) refuse("gradients must be finite; those of layer ", layer, " are not");
+  if (!std::isfinite(squares))
+    refuse("gradients must be finite; those of layer ", layer, " are not");
   state_->squared_gradients[static_cast<std::size_t>(layer)] += squares;
 }
 
@@ -504,8 +508,8 @@ VecInferCalibration VecInferCalibrator::train(
   }
   Progress of_keys = state.plan(training, std::move(codes[0]));
   Progress of_values = state.plan(training, std::move(codes[1]));
-  total = n_trials +
-          static_cast<std::int64_t>(of_keys.codebooks.size() + of_values.codebooks.size());
+  total =
+      n_trials + static_cast<std::int64_t>(of_keys.codebooks.size() + of_values.codebooks.size());
   state.train_all(training, keys, of_keys, advance);
   state.train_all(training, values, of_values, advance);
   return {state.result(keys, of_keys), state.result(values, of_values), state.layer_errors(of_keys),

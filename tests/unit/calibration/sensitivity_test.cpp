@@ -63,12 +63,12 @@ TEST(Sensitivity, IsThatOfAttentionWrittenOut) {
         double norm = 0.0;
         for (int d = 0; d < kDim; ++d) {
           apart += std::pow(row(v, kv_head, s)[d] - output[d], 2);
-          norm += double{query[d]} * query[d];
+          norm += std::pow(kScale * query[d], 2);
         }
         of_values[kv_head * kLength + s] += square;
         of_keys[kv_head * kLength + s] += square * apart * norm;
         for (int d = 0; d < kDim; ++d) {
-          of_channels[kv_head * kDim + d] += square * apart * query[d] * query[d];
+          of_channels[kv_head * kDim + d] += square * apart * std::pow(kScale * query[d], 2);
         }
       }
     }
