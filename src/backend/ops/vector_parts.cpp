@@ -44,13 +44,6 @@ mx::array transform_numbers(const VectorQuantizer& quantizer,
   return by_head(numbers, quantizer.transforms.size());
 }
 
-std::optional<mx::array> matrices(const VectorQuantizer& quantizer,
-                                  std::vector<float> HeadTransform::*part) {
-  if ((quantizer.transforms.front().*part).empty()) return std::nullopt;
-  const auto dim = as_extent(quantizer.transforms.front().smooth.size());
-  return mx::reshape(transform_numbers(quantizer, part), {-1, 1, dim, dim});
-}
-
 mx::array scales(const VectorQuantizer& quantizer) {
   std::vector<float> numbers;
   for (const auto& book : quantizer.codebooks) numbers.push_back(book->scale);
@@ -126,8 +119,7 @@ VectorParts::VectorParts(const VectorQuantizer& quantizer)
     : sub_dim_(quantizer.codebooks.front()->sub_dim),
       code_bits_(quantizer.codebooks.front()->code_bits),
       head_dim_(static_cast<int>(quantizer.transforms.front().smooth.size())),
-      hadamard_(quantizer.transforms.front().hadamard &&
-                quantizer.transforms.front().rotation.empty()),
+      hadamard_(quantizer.transforms.front().hadamard),
       smooth_(transform_numbers(quantizer, &HeadTransform::smooth)),
       mean_(transform_numbers(quantizer, &HeadTransform::mean)),
       scale_(scales(quantizer)),

@@ -79,12 +79,11 @@ inline std::vector<float> random_rows(int n_rows, int dim, unsigned seed) {
 
 using kernels::shape_of;
 
-/// A quantizer of up to 4 heads, each with centroids, a mean and scales of its own; rotated if
-/// head_dim is a multiple of 16.
+/// A quantizer of up to 4 heads, each with centroids, a mean and scales of its own; odd ones are
+/// rotated.
 inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::VectorCode code,
                                                                     int head_dim) {
   std::mt19937 random(77);
-  std::mt19937 of_rotations(78);
   std::normal_distribution<float> normal;
   auto quantizer = std::make_shared<codec::VectorQuantizer>();
   for (int head = 0; head < 4; ++head) {
@@ -100,10 +99,10 @@ inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::Vecto
       transform.smooth.push_back(std::exp(0.3F * normal(random)));
       transform.mean.push_back(0.3F * normal(random));
     }
-    if (head_dim % 16 != 0) continue;
+    if (head % 2 == 0) continue;
     std::vector<std::int8_t> rotation(static_cast<std::size_t>(head_dim * head_dim));
     for (std::int8_t& x : rotation) {
-      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(of_rotations), -127.0F, 127.0F));
+      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(random), -127.0F, 127.0F));
     }
     codec::set_rotation(transform, rotation);
   }
