@@ -84,6 +84,7 @@ using kernels::shape_of;
 inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::VectorCode code,
                                                                     int head_dim) {
   std::mt19937 random(77);
+  std::mt19937 of_rotations(78);
   std::normal_distribution<float> normal;
   auto quantizer = std::make_shared<codec::VectorQuantizer>();
   for (int head = 0; head < 4; ++head) {
@@ -102,7 +103,7 @@ inline std::shared_ptr<const codec::VectorQuantizer> make_quantizer(codec::Vecto
     if (head % 2 == 0) continue;
     std::vector<std::int8_t> rotation(static_cast<std::size_t>(head_dim * head_dim));
     for (std::int8_t& x : rotation) {
-      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(random), -127.0F, 127.0F));
+      x = static_cast<std::int8_t>(std::clamp(40.0F * normal(of_rotations), -127.0F, 127.0F));
     }
     codec::set_rotation(transform, rotation);
   }
