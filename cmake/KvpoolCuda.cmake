@@ -45,7 +45,8 @@ add_library(cuda_kernels STATIC
   src/kernels/cuda/decode_raw.cu
   src/kernels/cuda/decode_vecinfer2.cu
   src/kernels/cuda/recode.cu
-  src/kernels/cuda/tables.cu)
+  src/kernels/cuda/tables.cu
+  src/kernels/cuda/vectors.cu)
 set_target_properties(cuda_kernels PROPERTIES
   OUTPUT_NAME kvpool_cuda_kernels CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON)
 target_include_directories(cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
@@ -59,6 +60,7 @@ target_sources(kvpool PRIVATE
   src/backend/cuda/cuda_backend.cpp
   src/backend/cuda/cuda_op.cpp
   src/backend/cuda/device.cpp
+  src/backend/cuda/quantizers.cpp
   src/backend/cuda/table_arena.cpp)
 target_include_directories(kvpool SYSTEM PRIVATE
   ${PROJECT_SOURCE_DIR}/src/backend/cuda/include ${CUDAToolkit_INCLUDE_DIRS})

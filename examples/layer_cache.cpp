@@ -3,6 +3,9 @@
 #include <mlx/fast.h>
 #include <mlx/ops.h>
 
+#include "kvpool/vecinfer_codebooks.h"
+#include "llama_model.h"
+
 namespace mx = mlx::core;
 
 namespace llama {
@@ -67,10 +70,10 @@ mx::array PagedCache::attend(const mx::array& queries, float scale) {
   return cache_.attend(queries, scale, {.causal = true, .array = {}});
 }
 
-Caches make_caches(const std::string& format, int n_layers, int batch, int block_size) {
+Caches make_caches(const std::string& format, const Shape& shape, int batch, int block_size) {
   Caches caches;
   if (format == "stock") {
-    for (int i = 0; i < n_layers; ++i) caches.push_back(std::make_unique<ContiguousCache>());
+    for (int i = 0; i < shape.n_layers; ++i) caches.push_back(std::make_unique<ContiguousCache>());
     return caches;
   }
   kvpool::PoolConfig pool;
@@ -80,7 +83,13 @@ Caches make_caches(const std::string& format, int n_layers, int batch, int block
       std::make_shared<kvpool::BlockPoolAllocator>(pool));
   kvpool::PagedKVCacheConfig config;
   config.key_format = config.value_format = format;
-  for (int i = 0; i < n_layers; ++i) {
+  if (format.starts_with("vecinfer")) {
+    config.codebooks =
+        std::make_shared<const kvpool::VecInferCodebooks>(kvpool::VecInferCodebooks::random(
+            format, shape.n_layers, shape.n_kv_heads, shape.head_dim, 0));
+  }
+  for (int i = 0; i < shape.n_layers; ++i) {
+    config.layer = i;
     caches.push_back(std::make_unique<PagedCache>(storage, config, batch));
   }
   return caches;

@@ -11,6 +11,8 @@
 
 namespace llama {
 
+struct Shape;
+
 /// The keys and values of one layer, as a model sees them.
 class LayerCache {
  public:
@@ -55,7 +57,7 @@ class PagedCache final : public LayerCache {
 };
 
 /// One cache a layer. `format` is "stock" for ContiguousCache, else PagedKVCacheConfig's format of
-/// keys and values, under a pool that grows.
-Caches make_caches(const std::string& format, int n_layers, int batch, int block_size);
+/// keys and values, under a pool that grows; the codebooks of vecinfer formats are random.
+Caches make_caches(const std::string& format, const Shape& shape, int batch, int block_size);
 
 }  // namespace llama

@@ -23,7 +23,8 @@ namespace {
 constexpr const char* kUsage = R"(usage: llama_decode [--NAME VALUE ...]
   --model FILE       a GGUF of the llama architecture ($KVPOOL_MODEL if neither this nor --shape)
   --shape NAME       random weights: tiny, smollm2-135m, llama-3.2-1b or llama-3.1-8b
-  --cache LIST       caches, one after the other: stock, raw, int8, int4, int2, kivi4, kivi2  [stock,raw]
+  --cache LIST       caches, one after the other: stock, raw, int8, int4, int2, kivi4, kivi2,
+                     vecinfer4, 3, 2, 1.5, 1 (random codebooks)                        [stock,raw]
   --fill N           random keys and values put in front of the prompt                        [0]
   --prompt N         tokens of prompt, in chunks of --chunk                                   [64]
   --chunk N                                                                                   [2048]
@@ -121,8 +122,7 @@ Result decode(const llama::Model& model, const std::string& format, const Run& r
   mx::clear_cache();
   mx::reset_peak_memory();
   const std::size_t before = mx::get_active_memory();
-  llama::Caches caches =
-      llama::make_caches(format, model.shape().n_layers, run.batch, run.block_size);
+  llama::Caches caches = llama::make_caches(format, model.shape(), run.batch, run.block_size);
   const mx::array tokens =
       mx::random::randint(0, model.shape().vocab, {run.batch, run.prompt + run.n_tokens},
                           mx::int32, mx::random::key(run.seed));
@@ -192,11 +192,11 @@ void run(const Options& options) {
                                  : llama::Model::random(llama::shape_named(shape), dtype, run.seed);
   mx::eval(model.weights());
 
-  std::printf("%-8s %12s %14s %12s %12s %14s\n", "cache", "prefill s", "decode ms/tok", "held MB",
+  std::printf("%-11s %9s %14s %12s %12s %14s\n", "cache", "prefill s", "decode ms/tok", "held MB",
               "peak MB", "logits (rms)");
   for (const std::string& format : options.list("--cache")) {
     const Result result = decode(model, format, run);
-    std::printf("%-8s %12.3f %14.3f %12.1f %12.1f %14.6f\n", format.c_str(), result.prefill_s,
+    std::printf("%-11s %9.3f %14.3f %12.1f %12.1f %14.6f\n", format.c_str(), result.prefill_s,
                 result.decode_ms, static_cast<double>(result.held) * 1e-6,
                 static_cast<double>(result.peak) * 1e-6, result.logits);
     std::fflush(stdout);

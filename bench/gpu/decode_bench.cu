@@ -133,7 +133,7 @@ __device__ double sealed_value(const char* part, const Geometry& g, const kc::De
   if (g.sealed == Sealed::kVecInfer2) {
     const int code = static_cast<unsigned char>(tile[kc::vecinfer_value(g.head_dim, t, d / 4)]);
     const int h = p.codebook_per_head ? head : 0;
-    return __half2float(static_cast<const __half*>(p.value_codebook)[(h * 256 + code) * 4 + d % 4]);
+    return double(p.value_scale[h]) * p.value_codebook[(h * 256 + code) * 4 + d % 4];
   }
   const auto* pairs = reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
   const float2 f = __half22float2(pairs[kc::value_scale_index(g.head_dim, g.group_size, t, d)]);
@@ -330,16 +330,16 @@ struct Cache {
       p.sealed_bias = keep(upload(bias));
     }
     std::vector<std::int8_t> ck(std::size_t(g.n_kv_heads) * 1024);
-    std::vector<__half> cv(ck.size());
-    std::vector<float> ks(g.n_kv_heads);
-    for (std::size_t k = 0; k < ck.size(); ++k) {
-      ck[k] = static_cast<std::int8_t>(std::clamp(normal(seed + k) * 32, -127.F, 127.F));
-      cv[k] = __float2half(normal(seed + k + 123456));
-    }
-    for (auto& x : ks) x = 1.F / 32 + 0.001F * (&x - ks.data());
+    std::vector<std::int8_t> cv(ck.size());
+    std::vector<float> scales(g.n_kv_heads);
+    const auto centroid = [&](std::size_t k) {
+      return static_cast<std::int8_t>(std::clamp(normal(seed + k) * 32, -127.F, 127.F));
+    };
+    for (std::size_t k = 0; k < ck.size(); ++k) ck[k] = centroid(k), cv[k] = centroid(k + 123456);
+    for (auto& x : scales) x = 1.F / 32 + 0.001F * (&x - scales.data());
     p.key_codebook = keep(upload(ck));
     p.value_codebook = keep(upload(cv));
-    p.key_scale = keep(upload(ks));
+    p.key_scale = p.value_scale = keep(upload(scales));
     p.codebook_per_head = 1;
     p.out = take(q_elements * 4);
     const std::size_t w = kc::workspace_bytes(g, n_sequences, n_processors);

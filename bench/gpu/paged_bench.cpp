@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "layer_cache.h"
+#include "llama_model.h"
 
 namespace mx = mlx::core;
 
@@ -40,7 +40,8 @@ void time_one(const std::string& format, int batch, int length) {
   mx::clear_cache();
   mx::reset_peak_memory();
   const std::size_t before = mx::get_active_memory();
-  llama::Caches caches = llama::make_caches(format, kLayers, batch, 32);
+  const llama::Shape shape{.n_layers = kLayers, .n_kv_heads = kKvHeads, .head_dim = kDim};
+  llama::Caches caches = llama::make_caches(format, shape, batch, 32);
   for (auto& cache : caches) {
     for (int done = 0; done < length; done += kChunk) {
       const int n = std::min(kChunk, length - done);
@@ -66,7 +67,7 @@ void time_one(const std::string& format, int batch, int length) {
   }
   const double bytes = 4.0 * batch * static_cast<double>(length) * kKvHeads * kDim;
   std::printf(
-      "%-8s %3d x %6d  %8.1f us a layer (%.1f building)  bf16 bytes at %.2f TB/s  held %.0f MB\n",
+      "%-11s %3d x %6d  %8.1f us a layer (%.1f building)  bf16 bytes at %.2f TB/s  held %.0f MB\n",
       format.c_str(), batch, length, median(done), median(built), bytes / median(done) * 1e-6,
       static_cast<double>(mx::get_active_memory() - before) * 1e-6);
   std::fflush(stdout);

@@ -43,4 +43,5 @@ endif()
 
 if(TARGET cuda_kernels)
   kvpool_test(cuda_test kvpool::kvpool backend/cuda_test.cpp)
+  target_include_directories(cuda_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
 endif()

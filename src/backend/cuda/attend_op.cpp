@@ -30,7 +30,8 @@ cuda::Element raw_element(const LayerFormat& format) {
 
 /// Where in the scratch memory things lie, in bytes.
 struct ScratchPlan {
-  std::size_t sequences, costs, positions, queries, turned, out, partials, total;
+  std::size_t sequences, costs, positions, queries, sealed_queries, biases, results, partials,
+      total;
 };
 
 struct AttendWork {
@@ -42,9 +43,9 @@ struct AttendWork {
   cuda::AttendParams params{};
   ScratchPlan plan{};
   bool decode = false;  ///< The fast kernel can do it.
-  /// Sealed keys, or values, are transformed, and there are some.
-  bool turned_keys = false;
-  bool turned_values = false;
+  /// Sealed keys, or values, are in a space of their own, and there are some.
+  bool key_space = false;
+  bool value_space = false;
   bool has_mask = false;
   bool has_sinks = false;
 };
@@ -63,11 +64,12 @@ ScratchPlan plan_of(const AttendWork& work) {
   plan.costs = place((n_sequences + 1) * sizeof(std::int32_t));
   plan.positions = place(n_sequences * sizeof(std::int64_t));
   if (work.decode) {
-    const std::size_t rows =
-        n_sequences * static_cast<std::size_t>(p.n_heads * p.head_dim) * sizeof(float);
-    plan.queries = place(rows);
-    plan.turned = place(work.turned_keys ? rows : 0);
-    plan.out = place(work.turned_values ? rows : 0);
+    const std::size_t n_rows = n_sequences * static_cast<std::size_t>(p.n_heads);
+    const std::size_t bytes = n_rows * static_cast<std::size_t>(p.head_dim) * sizeof(float);
+    plan.queries = place(bytes);
+    plan.sealed_queries = place(work.key_space ? bytes : 0);
+    plan.biases = place(work.key_space ? n_rows * sizeof(float) : 0);
+    plan.results = place(work.value_space ? bytes : 0);
   }
   if (!work.decode && p.n_splits > 1) {
     plan.partials = place(cuda::partial_floats(p) * sizeof(float));
@@ -77,7 +79,7 @@ ScratchPlan plan_of(const AttendWork& work) {
 }
 
 /// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, memory for
-/// the result, then the mask and the sinks if there are any.
+/// the result, the mask and the sinks if there are any, then what must only come before it.
 class AttendOp final : public CudaOp {
  public:
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
@@ -107,7 +109,7 @@ class AttendOp final : public CudaOp {
 
   /// Whether the decode kernel has queries in fp32, from prepare().
   bool takes_copy(const mx::array& queries) const {
-    return work_->decode && (work_->turned_keys || !queries.flags().row_contiguous);
+    return work_->decode && (work_->key_space || !queries.flags().row_contiguous);
   }
 
   /// Tables, and queries for the decode kernel.
@@ -135,12 +137,18 @@ class AttendOp final : public CudaOp {
       p.query_type = w.params.type;
       p.n_rows = w.params.n_sequences * w.params.n_heads;
       p.n_heads = w.params.n_heads;
+      p.n_kv_heads = w.params.n_kv_heads;
       p.head_dim = w.params.head_dim;
       p.query_strides[0] = queries.strides(0);
       p.query_strides[1] = queries.strides(1);
       p.query_strides[2] = queries.strides(3);
       p.to_queries = at<float>(scratch, w.plan.queries);
-      p.to_turned = w.turned_keys ? at<float>(scratch, w.plan.turned) : nullptr;
+      if (w.key_space) {
+        p.to_sealed = at<float>(scratch, w.plan.sealed_queries);
+        p.to_bias = at<float>(scratch, w.plan.biases);
+        p.sealed_keys = w.device.sealed[0];
+        p.scale = w.params.scale;
+      }
     }
     std::size_t entry = 0;
     std::size_t sequence = 0;
@@ -182,7 +190,6 @@ class AttendOp final : public CudaOp {
     p.workspace = device_address(inputs[4]);
     p.scale = w.params.scale;
     p.n_sequences = w.params.n_sequences;
-    p.turned_values = w.turned_values ? 1 : 0;
     p.queries = device_address(inputs[1]);
     p.query_type = p.out_type = w.params.type;
     p.out = device_address(out);
@@ -190,9 +197,26 @@ class AttendOp final : public CudaOp {
       p.queries = scratch + w.plan.queries;
       p.query_type = cuda::Element::kFp32;
     }
-    if (w.turned_keys) p.sealed_queries = scratch + w.plan.turned;
-    if (w.turned_values) {
-      p.out = scratch + w.plan.out;
+    if (w.device.geometry.sealed == cuda::Sealed::kVecInfer2) {
+      const cuda::Quantizer& keys = w.device.sealed[0].quantizer;
+      const cuda::Quantizer& values = w.device.sealed[1].quantizer;
+      p.key_codebook = keys.centroids;
+      p.key_scale = keys.scales;
+      p.value_codebook = values.centroids;
+      p.value_scale = values.scales;
+      p.codebook_per_head = 1;
+      if (w.key_space) p.sealed_bias = at<const float>(scratch, w.plan.biases);
+      if (w.value_space) {
+        p.value_smooth = values.smooth;
+        p.value_mean = values.mean;
+        p.value_hadamard = values.hadamard;
+      }
+    } else {
+      p.turned_values = w.value_space ? 1 : 0;
+    }
+    if (w.key_space) p.sealed_queries = scratch + w.plan.sealed_queries;
+    if (w.value_space) {
+      p.out = scratch + w.plan.results;
       p.out_type = cuda::Element::kFp32;
     }
     cuda::DecodeLaunch launch;
@@ -202,14 +226,18 @@ class AttendOp final : public CudaOp {
           concat("[attend] the CUDA kernel cannot be launched: ", cudaGetErrorString(error)));
     }
     kernels.run(launch);
-    if (!w.turned_values) return;
-    cuda::TurnParams turn{};
-    turn.rows = at<const float>(scratch, w.plan.out);
-    turn.out = device_address(out);
-    turn.out_type = w.params.type;
-    turn.n_rows = w.params.n_sequences * w.params.n_heads;
-    turn.dim = w.params.value_dim;
-    kernels.run(cuda::turn_rows(turn));
+    if (!w.value_space) return;
+    cuda::LeaveParams leave{};
+    leave.results = at<const float>(scratch, w.plan.results);
+    leave.out = device_address(out);
+    leave.out_type = w.params.type;
+    leave.n_rows = w.params.n_sequences * w.params.n_heads;
+    leave.n_heads = w.params.n_heads;
+    leave.n_kv_heads = w.params.n_kv_heads;
+    leave.dim = w.params.value_dim;
+    leave.sealed_values = w.device.sealed[1];
+    leave.cost_before = p.cost_before;
+    kernels.run(cuda::leave_space(leave));
   }
 
   void attend(KernelQueue& kernels, const std::vector<mx::array>& inputs,
@@ -369,8 +397,8 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
     work->query_positions.push_back(rows[i].query_position);
     work->cost_before.push_back(work->cost_before.back() +
                                 cuda::cost(geometry, table.n_raw(), table.n_sealed()));
-    work->turned_keys |= table.n_sealed() > 0 && format.sealed[0].format.hadamard;
-    work->turned_values |= table.n_sealed() > 0 && format.sealed[1].format.hadamard;
+    work->key_space |= table.n_sealed() > 0 && p.sealed[0].has_space();
+    work->value_space |= table.n_sealed() > 0 && p.sealed[1].has_space();
     most_blocks = std::max(most_blocks, table.n_raw() + table.n_sealed());
   }
   work->decode = work->device.decodes && p.n_queries == 1 && !visibility.mask &&
@@ -404,6 +432,7 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
         mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false, stream));
     work->has_sinks = true;
   }
+  inputs.insert(inputs.end(), work->device.codebooks.begin(), work->device.codebooks.end());
   for (mx::array& change : places_->take_changes()) inputs.push_back(std::move(change));
 
   mx::array out = queries;

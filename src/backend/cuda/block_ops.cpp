@@ -240,10 +240,13 @@ class WriteImage final : public CudaOp {
   const std::shared_ptr<const ImageWork> work_;
 };
 
+/// The link, two arrays, and what only has to come before the op and to stay until it has run.
 std::vector<mx::array> inputs_of(const mx::array& latest, const mx::array& keys,
-                                 const mx::array& values, std::vector<mx::array> changes) {
+                                 const mx::array& values, const std::vector<mx::array>& codebooks,
+                                 const std::vector<mx::array>& changes = {}) {
   std::vector<mx::array> inputs{latest, keys, values};
-  for (mx::array& change : changes) inputs.push_back(std::move(change));
+  inputs.insert(inputs.end(), codebooks.begin(), codebooks.end());
+  inputs.insert(inputs.end(), changes.begin(), changes.end());
   return inputs;
 }
 
@@ -283,10 +286,10 @@ void CudaBackend::append(const LayerFormat& format, const AppendTasks& tasks, co
                             task.n_tokens});
   }
   const mx::Stream stream = gpu_stream();
-  std::vector<mx::array> changes = places_->take_changes();
+  const std::vector<mx::array> changes = places_->take_changes();
   extend_chain([&](const mx::array& latest) {
-    return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, std::move(work)),
-                     inputs_of(latest, keys, values, std::move(changes)));
+    return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, work),
+                     inputs_of(latest, keys, values, work->device.codebooks, changes));
   });
 }
 
@@ -307,9 +310,9 @@ Backend::KeysAndValues CudaBackend::gather(const LayerFormat& format, std::vecto
   const mx::array keys = zeros(0);
   const mx::array values = zeros(1);
   work->rows = std::move(rows);
-  auto outputs = mx::array::make_arrays({keys.shape(), values.shape()}, {dtype, dtype},
-                                        std::make_shared<GatherOp>(stream, std::move(work)),
-                                        {latest_link(), keys, values});
+  auto outputs = mx::array::make_arrays(
+      {keys.shape(), values.shape()}, {dtype, dtype}, std::make_shared<GatherOp>(stream, work),
+      inputs_of(latest_link(), keys, values, work->device.codebooks));
   return {outputs[0], outputs[1]};
 }
 
@@ -337,11 +340,10 @@ void CudaBackend::write_image(const LayerFormat& format, std::span<const TokenBl
       ImageWork{format, device_format(format), {blocks.begin(), blocks.end()}});
   const mx::array k = mx::contiguous(keys, false, stream);
   const mx::array v = mx::contiguous(values, false, stream);
-  std::vector<mx::array> changes = places_->take_changes();
+  const std::vector<mx::array> changes = places_->take_changes();
   extend_chain([&](const mx::array& latest) {
-    return mx::array(latest.shape(), mx::uint8,
-                     std::make_shared<WriteImage>(stream, std::move(work)),
-                     inputs_of(latest, k, v, std::move(changes)));
+    return mx::array(latest.shape(), mx::uint8, std::make_shared<WriteImage>(stream, work),
+                     inputs_of(latest, k, v, work->device.codebooks, changes));
   });
 }
 

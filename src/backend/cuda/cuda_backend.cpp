@@ -5,11 +5,9 @@
 #include <mlx/utils.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "backend/cuda/device.h"
-#include "util/concat.h"
 
 namespace mx = mlx::core;
 
@@ -63,8 +61,9 @@ mx::array first_link(std::shared_ptr<DevicePlaces> places) {
   return mx::array(std::move(data), {1}, mx::uint8);
 }
 
-cuda::Sealed sealed_of(codec::Code code) {
-  switch (code) {
+/// How decode attention takes it; kNone: not at all.
+cuda::Sealed sealed_of(const cuda::PartFormat& part) {
+  switch (part.geometry.format.code) {
     case codec::Code::kInt8:
       return cuda::Sealed::kInt8;
     case codec::Code::kInt4:
@@ -76,42 +75,40 @@ cuda::Sealed sealed_of(codec::Code code) {
     case codec::Code::kKivi2:
       return cuda::Sealed::kKivi2;
     default:
-      return cuda::Sealed::kNone;
+      return part.quantizer.sub_dim == 4 && part.quantizer.code_bits == 8
+                 ? cuda::Sealed::kVecInfer2
+                 : cuda::Sealed::kNone;
   }
 }
 
 }  // namespace
 
-DeviceFormat device_format(const LayerFormat& format) {
+DeviceFormat CudaBackend::device_format(const LayerFormat& format) {
   DeviceFormat result;
   for (int role = 0; role < 2; ++role) {
-    const codec::Code code = format.sealed[role].format.code;
-    if (format.seals(role) && sealed_of(code) == cuda::Sealed::kNone) {
-      throw std::invalid_argument(concat(
-          "PagedKVCache: format ", codec::name(code),
-          " does not run on the CUDA kernels yet; allowed there: raw, int8, int4, int2, kivi4, "
-          "kivi2; vecinfer formats run on the CPU"));
-    }
-    result.raw[role] = {format.raw[role], false};
-    result.sealed[role] = {format.sealed[role], false};
+    result.raw[role] = {format.raw[role]};
+    result.sealed[role] = {format.sealed[role]};
+    if (format.quantizers[role] == nullptr) continue;
+    const DeviceQuantizers::Entry& entry = quantizers_.of(format.quantizers[role]);
+    result.sealed[role].quantizer = entry.quantizer;
+    result.codebooks.push_back(entry.memory);
   }
   cuda::Geometry& geometry = result.geometry;
   geometry.n_heads = geometry.n_kv_heads = format.n_kv_heads;
   geometry.head_dim = format.raw[0].head_dim;
   geometry.block_size = format.raw[0].block_size;
-  geometry.sealed = sealed_of(format.sealed[0].format.code);
+  geometry.sealed = sealed_of(result.sealed[0]);
   geometry.group_size = format.sealed[0].format.group_size;
   geometry.raw = format.raw[0].format.code == codec::Code::kFp32   ? cuda::Element::kFp32
                  : format.raw[0].format.code == codec::Code::kFp16 ? cuda::Element::kFp16
                                                                    : cuda::Element::kBf16;
-  result.decodes = format.raw[1].head_dim == geometry.head_dim &&
-                   format.seals(0) == format.seals(1) &&
-                   (!format.seals(0) ||
-                    (format.sealed[0].format.code == format.sealed[1].format.code &&
-                     format.sealed[0].format.group_size == format.sealed[1].format.group_size)) &&
-                   cuda::decodes(geometry);
-  const bool tiled = result.decodes && format.seals(0);
-  result.sealed[0].tiled = result.sealed[1].tiled = tiled;
+  const bool seals = format.seals(0);
+  const bool one_code = geometry.sealed == sealed_of(result.sealed[1]) &&
+                        seals == (geometry.sealed != cuda::Sealed::kNone) &&
+                        format.sealed[0].format.group_size == format.sealed[1].format.group_size;
+  result.decodes = format.raw[1].head_dim == geometry.head_dim && seals == format.seals(1) &&
+                   one_code && cuda::decodes(geometry);
+  result.sealed[0].tiled = result.sealed[1].tiled = result.decodes && seals;
   return result;
 }
 

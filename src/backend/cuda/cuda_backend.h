@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/cuda/quantizers.h"
 #include "backend/cuda/table_arena.h"
 #include "kernels/cuda/blocks.h"
 #include "storage/segments.h"
@@ -64,9 +65,9 @@ struct DeviceFormat {
   /// Of decode attention; its n_heads is the caller's to set.
   cuda::Geometry geometry;
   bool decodes = false;
+  /// What ops that encode, decode or attend take as inputs, too.
+  std::vector<mlx::core::array> codebooks;
 };
-/// @throws std::invalid_argument for a format that has no CUDA kernels.
-DeviceFormat device_format(const LayerFormat& format);
 
 /// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's
 /// are. The chain's array also keeps the places, and every op keeps it until its kernels have run.
@@ -96,6 +97,7 @@ class CudaBackend final : public Backend,
                    const mlx::core::array& keys, const mlx::core::array& values) override;
 
  private:
+  DeviceFormat device_format(const LayerFormat& format);
   mlx::core::array latest_link() const;
   explicit CudaBackend(std::shared_ptr<DevicePlaces> places);
 
@@ -116,6 +118,7 @@ class CudaBackend final : public Backend,
   const std::shared_ptr<DevicePlaces> places_;
   mutable std::mutex chain_mutex_;
   mlx::core::array chain_;
+  DeviceQuantizers quantizers_;
   std::shared_ptr<TableArena> arena_;
   std::optional<mlx::core::array> scratch_;
   std::map<std::size_t, std::vector<mlx::core::array>> results_;  ///< By their bytes.

@@ -49,6 +49,15 @@ mx::array device_bytes(std::size_t bytes) {
   return memory;
 }
 
+mx::array to_device(const std::vector<std::uint8_t>& bytes) {
+  const mx::array host(bytes.data(), {static_cast<mx::ShapeElem>(bytes.size())}, mx::uint8);
+  // Arrays that are joined get new memory, which is the device's.
+  const mx::array end = mx::zeros({1}, mx::uint8, gpu_stream());
+  mx::array memory = mx::concatenate({host, end}, 0, gpu_stream());
+  mx::async_eval(std::vector<mx::array>{memory});
+  return memory;
+}
+
 int n_processors() {
   static const int n = [] {
     int device = 0;

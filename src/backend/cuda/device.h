@@ -4,6 +4,7 @@
 #include <mlx/stream.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -18,6 +19,9 @@ std::byte* device_address(const mlx::core::array& array);
 /// Zeroed device memory of at least `bytes`, as MLX counts it. Its address is known at once; ops
 /// that use it take it as an input, to come after the zeros.
 mlx::core::array device_bytes(std::size_t bytes);
+
+/// A copy of `bytes`, which must not be empty, in device memory; as device_bytes() has it.
+mlx::core::array to_device(const std::vector<std::uint8_t>& bytes);
 
 /// Multiprocessors of the device in use.
 int n_processors();

@@ -3,6 +3,7 @@
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/config.cuh"
 #include "kernels/cuda/parts.cuh"
+#include "kernels/cuda/space.cuh"
 
 namespace kvpool::cuda {
 namespace {
@@ -17,19 +18,19 @@ constexpr int kScoreStride = kTokens + 1;
 
 /// Shared memory, in floats.
 struct Plan {
-  int key_stride, value_stride, turned, keys, values, scores, state, total;
+  int key_stride, value_stride, sealed_queries, keys, values, scores, state, total;
 };
 __host__ __device__ Plan plan_of(const AttendParams& p) {
   Plan plan{};
   plan.key_stride = p.head_dim + 1;
   plan.value_stride = p.value_dim + 1;
   const int rows = plan.value_stride > plan.key_stride ? plan.value_stride : plan.key_stride;
-  plan.turned = kRows * plan.key_stride;
-  plan.keys = plan.turned + kRows * plan.key_stride;
+  plan.sealed_queries = kRows * plan.key_stride;
+  plan.keys = plan.sealed_queries + kRows * plan.key_stride;
   plan.values = plan.keys + kTokens * rows;
   plan.scores = plan.values + kTokens * rows;
   plan.state = plan.scores + kRows * kScoreStride;
-  plan.total = plan.state + 2 * kRows;
+  plan.total = plan.state + 3 * kRows;
   return plan;
 }
 
@@ -67,12 +68,13 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
   extern __shared__ float memory[];
   const Plan plan = plan_of(p);
   float* const queries = memory;
-  float* const turned = memory + plan.turned;
+  float* const sealed_queries = memory + plan.sealed_queries;
   float* const keys = memory + plan.keys;
   float* const values = memory + plan.values;
   float* const scores = memory + plan.scores;
   float* const largest = memory + plan.state;
   float* const sums = largest + kRows;
+  float* const offsets = sums + kRows;  // Of scores with sealed keys.
 
   const int sequence = blockIdx.z, split = blockIdx.x, kv_head = blockIdx.y % p.n_kv_heads;
   const int n_all_rows = p.n_heads / p.n_kv_heads * p.n_queries;
@@ -94,22 +96,31 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
           (static_cast<std::size_t>(sequence) * p.n_heads + row.head) * p.n_queries + row.query;
       x = p.scale * load_element(p.queries, p.type, at * p.head_dim + d);
     }
-    queries[r * plan.key_stride + d] = turned[r * plan.key_stride + d] = x;
+    queries[r * plan.key_stride + d] = sealed_queries[r * plan.key_stride + d] = x;
   }
-  if (p.sealed[0].geometry.format.hadamard) turn(turned, kRows, p.head_dim, plan.key_stride);
+  Space(p.sealed[0], kv_head)
+      .enter_queries(sealed_queries, kRows, p.head_dim, plan.key_stride, offsets);
   for (int r = threadIdx.x; r < kRows; r += kThreads) largest[r] = -INFINITY, sums[r] = 0.F;
 
   const int own_row = threadIdx.x / kRowThreads, own_d = threadIdx.x % kRowThreads;
   float own[kOwn];
   for (float& x : own) x = 0.F;
-  bool sums_turned = false;
-  const auto turn_sums = [&] {
+  // Values are summed in their space: a block's, and what the sums are in.
+  const Space value_space(p.sealed[1], kv_head);
+  bool sums_sealed = false;
+  const auto move_sums = [&] {
     __syncthreads();
     for (int j = 0; j < kOwn; ++j) {
       const int d = own_d + j * kRowThreads;
       if (d < p.value_dim) keys[own_row * plan.value_stride + d] = own[j];
     }
-    turn(keys, kRows, p.value_dim, plan.value_stride);
+    const auto weight = [&](int row) { return sums[row]; };
+    if (sums_sealed) {
+      value_space.leave_sums(keys, kRows, p.value_dim, plan.value_stride, weight);
+    } else {
+      value_space.enter_sums(keys, kRows, p.value_dim, plan.value_stride, weight);
+    }
+    sums_sealed = !sums_sealed;
     for (int j = 0; j < kOwn; ++j) {
       const int d = own_d + j * kRowThreads;
       if (d < p.value_dim) own[j] = keys[own_row * plan.value_stride + d];
@@ -134,20 +145,19 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
     const auto* value_part = static_cast<const std::byte*>(block.values) +
                              static_cast<std::size_t>(kv_head) *
                                  (block.values_sealed ? p.sealed_bytes[1] : p.raw_bytes[1]);
-    const float* const q = key_format.geometry.format.hadamard ? turned : queries;
-    if (value_format.geometry.format.hadamard != sums_turned) {
-      turn_sums();
-      sums_turned = !sums_turned;
-    }
+    const float* const q = block.keys_sealed ? sealed_queries : queries;
+    if ((block.values_sealed != 0) != sums_sealed && !value_space.is_plain()) move_sums();
     for (int first = block.first_token; first < block.end_token; first += kTokens) {
       const int n = min(kTokens, block.end_token - first);
       for (int i = threadIdx.x; i < n * p.head_dim; i += kThreads) {
         const int t = i / p.head_dim, d = i % p.head_dim;
-        keys[t * plan.key_stride + d] = stored_element(key_format, key_part, first + t, d);
+        keys[t * plan.key_stride + d] =
+            stored_element(key_format, kv_head, key_part, first + t, d);
       }
       for (int i = threadIdx.x; i < n * p.value_dim; i += kThreads) {
         const int t = i / p.value_dim, d = i % p.value_dim;
-        values[t * plan.value_stride + d] = stored_element(value_format, value_part, first + t, d);
+        values[t * plan.value_stride + d] =
+            stored_element(value_format, kv_head, value_part, first + t, d);
       }
       __syncthreads();
       // Two rows and two tokens a thread.
@@ -162,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 2; ++j) {
           const int r = r0 + 16 * i, t = t0 + 16 * j;
-          float score = dots[i][j];
+          float score = dots[i][j] + (block.keys_sealed ? offsets[r] : 0.F);
           if (p.soft_cap > 0.F) score = p.soft_cap * tanhf(score / p.soft_cap);
           const std::int64_t key = block.position + first + t;
           if (r >= n_rows || t >= n) {
@@ -209,7 +219,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
       __syncthreads();
     }
   }
-  if (sums_turned) turn_sums();
+  if (sums_sealed) move_sums();
   __syncthreads();
   if (own_row >= n_rows) return;
   const Row row = row_of(p, first_row + own_row);

@@ -25,10 +25,26 @@ struct Launch {
   Params params{};
 };
 
+/// A codec::VectorQuantizer in device memory, by KV head.
+struct Quantizer {
+  std::int32_t sub_dim = 0, code_bits = 0;  ///< Of all codebooks; 0: there is none.
+  const std::int8_t* centroids = nullptr;   ///< (n_kv_heads, 2^code_bits, sub_dim)
+  const float* scales = nullptr;            ///< (n_kv_heads,)
+  const float* smooth = nullptr;            ///< (n_kv_heads, head_dim), as the mean.
+  const float* mean = nullptr;
+  const std::uint8_t* hadamard = nullptr;  ///< (n_kv_heads,)
+};
+
 /// How a part lies: as codec.h says or, if `tiled`, as layout.cuh says, which is as long.
 struct PartFormat {
   codec::PartGeometry geometry;
   bool tiled = false;
+  Quantizer quantizer = {};  ///< Of vecinfer formats.
+
+  /// Whether rows are stored in a space that is not the model's own (space.cuh).
+  bool has_space() const noexcept {
+    return geometry.format.hadamard || quantizer.centroids != nullptr;
+  }
 };
 
 /// Rows from one place to another, so many a head. All strides are in bytes; what is written lies
@@ -110,11 +126,15 @@ struct PrepareParamsOf {
   /// (sequences, heads, head_dim) of query_type, or null: nothing to prepare. Strides in elements.
   const void* queries;
   Element query_type;
-  std::int32_t n_rows, n_heads, head_dim;
+  std::int32_t n_rows, n_heads, n_kv_heads, head_dim;
   std::int64_t query_strides[3];
-  /// fp32: the queries as they are and, if not null, transformed.
+  /// fp32: the queries as they are and, if not null, as they meet `sealed_keys`, with what is to be
+  /// added to their scores, which are `scale` times the products.
   float* to_queries;
-  float* to_turned;
+  float* to_sealed;
+  float* to_bias;
+  PartFormat sealed_keys;
+  float scale;
 };
 /// A step's, and what a launch takes at most: what it carries is part of its time.
 inline constexpr int kStepEntries = 4, kStepSequences = 2;
@@ -124,14 +144,17 @@ using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences>;
 template <class Params>
 Launch<Params> prepare_tables(const Params& params);
 
-/// Rows (n_rows, dim) of fp32, transformed and rounded to `out`.
-struct TurnParams {
-  const float* rows;
+/// Results (sequences, heads, dim) in the space of sealed values, brought back from it and rounded
+/// to `out`; those of sequences without tokens are zeros.
+struct LeaveParams {
+  const float* results;
   void* out;
   Element out_type;
-  std::int32_t n_rows, dim;
+  std::int32_t n_rows, n_heads, n_kv_heads, dim;
+  PartFormat sealed_values;
+  const std::int32_t* cost_before;  ///< As DecodeParams has it.
 };
-Launch<TurnParams> turn_rows(const TurnParams& params);
+Launch<LeaveParams> leave_space(const LeaveParams& params);
 
 /// Attention of any kind over blocks of any format: slower than decode.h's.
 struct AttendParams {

@@ -75,16 +75,19 @@ struct DecodeParams {
   const void* sealed_queries;
   /// (n_sequences, n_heads), added to the scaled scores of sealed blocks; null for none.
   const float* sealed_bias;
-  /// vecinfer2: keys (256, 4) int8, times key_scale; values (256, 4) fp16. One a layer, or one a KV
-  /// head: (n_kv_heads, 256, 4), key_scale (n_kv_heads). The key's centroids are these integers:
-  /// who trains them rounds them (an error of 1/300 of VQ's own), so that all backends decode
-  /// alike.
+  /// vecinfer2: (256, 4) int8, times the scale. One a layer, or one a KV head: (n_kv_heads, 256, 4),
+  /// scales (n_kv_heads).
   const std::int8_t* key_codebook;
   const float* key_scale;
-  const void* value_codebook;
+  const std::int8_t* value_codebook;
+  const float* value_scale;
   int codebook_per_head;
-  /// Whether sealed values are stored after codec::hadamard(); `out` is then transformed, too, and
-  /// should be fp32 for what undoes it. All formats but vecinfer2.
+  /// The space of sealed values. `out` is in it, too, and should be fp32 for what brings it back.
+  /// vecinfer2: as HeadTransform has it, (n_kv_heads, head_dim) and (n_kv_heads); all null: none.
+  const float* value_smooth;
+  const float* value_mean;
+  const std::uint8_t* value_hadamard;
+  /// Others: whether they are stored after codec::hadamard().
   int turned_values;
   /// (n_sequences, n_heads, head_dim).
   void* out;

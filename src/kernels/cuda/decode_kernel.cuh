@@ -29,7 +29,8 @@
 ///
 /// *Numbers.* Queries meet codes and codewords as 16-bit integers in two byte operands, which is
 /// exact but for their own rounding (2^-16 of the largest); kivi's keys and all values meet fp16
-/// (raw ones their own type), with fp32 sums.
+/// (raw ones their own type), with fp32 sums. vecinfer2's values are summed as the codebook's
+/// integers, which fp16 has exactly.
 ///
 /// *Codebooks* (vecinfer2). Each codeword is one 256-byte row of shared memory, 32 copies of the 4
 /// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. A
@@ -91,13 +92,22 @@ __device__ __forceinline__ void attend_raw(Accumulator<C>& acc, const BlockEntry
   }
 }
 
-/// A thread's codewords, one of the keys (x) and one of the values (y, z).
+/// Four signed bytes as fp16.
+__device__ __forceinline__ uint2 halves_of(std::uint32_t bytes) {
+  // The bytes of (0x6400 | x ^ 0x80) are the number 1024 + 128 + x.
+  const std::uint32_t biased = bytes ^ 0x80808080U;
+  const __half2 bias = __float2half2_rn(1152.F);
+  return make_uint2(
+      as_word(__hsub2(as_half2(__byte_perm(biased, 0x64646464U, 0x4140)), bias)),
+      as_word(__hsub2(as_half2(__byte_perm(biased, 0x64646464U, 0x4342)), bias)));
+}
+
+/// A thread's codewords, one of the keys and one of the values.
 template <class C>
 struct Codewords {
   static constexpr int kEach = 256 / C::kThreads;
   static_assert(!C::kVq || 256 % C::kThreads == 0);
-  std::uint32_t key[C::kVq ? kEach : 1];
-  uint2 value[C::kVq ? kEach : 1];
+  std::uint32_t key[C::kVq ? kEach : 1], value[C::kVq ? kEach : 1];
 
   __device__ __forceinline__ void load(const DecodeParams& p, int kv_head) {
     if constexpr (C::kVq) {
@@ -106,7 +116,7 @@ struct Codewords {
       for (int k = 0; k < kEach; ++k) {
         const int code = first + k * C::kThreads;
         key[k] = __ldg(reinterpret_cast<const std::uint32_t*>(p.key_codebook) + code);
-        value[k] = __ldg(static_cast<const uint2*>(p.value_codebook) + code);
+        value[k] = __ldg(reinterpret_cast<const std::uint32_t*>(p.value_codebook) + code);
       }
     }
   }
@@ -116,7 +126,7 @@ struct Codewords {
       for (int k = 0; k < kEach; ++k) {
         const std::uint32_t row = table + (threadIdx.x + k * C::kThreads) * 256;
         const std::uint32_t w = key[k];
-        const uint2 v = value[k];
+        const uint2 v = halves_of(value[k]);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const std::uint32_t at = row + ((i + threadIdx.x) & 7) * 16;
@@ -341,6 +351,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
   const auto has_raw = [&](const Segment& s) {
     return !C::kRawOnly && s.raw_from + warp < s.raw_to;
   };
+  // vecinfer2's centroids are summed as the integers they are.
+  const auto value_unit = [&](const Segment& s) {
+    return __ldg(p.value_scale + (p.codebook_per_head ? s.kv_head : 0));
+  };
   // Two warps make the operands of the queries for all.
   const auto make_queries = [&](const Segment& s) {
     if (warp == C::kWarps - 1 && s.raw_from < s.raw_to) {
@@ -403,17 +417,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
       if (has_raw(now)) {
         attend_raw<C>(acc, p.blocks + now.first_raw, now.raw_from + warp, now.raw_to, p.tiles_log2,
                       static_cast<std::size_t>(now.kv_head) * p.raw_stride, scale, raw_query);
-        if constexpr (C::kAffine || C::kKivi) {
-          if (p.turned_values) acc.turn();
+        if constexpr (C::kVq) {
+          const int row = now.kv_head * C::kDim;
+          if (p.value_smooth != nullptr) {
+            acc.smooth(p.value_smooth + row, p.value_mean + row, value_unit(now));
+            if (p.value_hadamard[now.kv_head]) acc.turn();
+          } else {
+            acc.scale(1.F / value_unit(now));
+          }
+        } else if (p.turned_values) {
+          acc.turn();
         }
-        if constexpr (C::kValueUnit != 1.F) {
-#pragma unroll
-          for (int n = 0; n < C::kSets; ++n)
-#pragma unroll
-            for (int u = 0; u < C::kSteps; ++u)
-#pragma unroll
-              for (int k = 0; k < 4; ++k) acc.o[n][u][k] *= C::kValueUnit;
-        }
+        if constexpr (C::kValueUnit != 1.F) acc.scale(C::kValueUnit);
         begin(now);
       }
       const int first_unit = now.sealed_from + turn_of(now), end_unit = now.sealed_to;
@@ -533,6 +548,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
         for (int w = 0; w < C::kWarps; ++w) {
           x += merge_f[h * C::kWarps + w] * merge_o[(w * 4 + h - 4 * n) * C::kMergeStride + d];
         }
+        if constexpr (C::kVq) x *= value_unit(now);
         x *= 1.F / C::kValueUnit;
         if (now.whole) {
           const float sum = merge_total[C::kHeads + h];

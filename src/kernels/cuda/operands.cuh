@@ -23,8 +23,39 @@ struct Accumulator {
     }
   }
 
+  /// Takes the mean off the values summed so far and divides by smooth and `unit`. Channel
+  /// 64i + 8g + 4j + k is o[.][2i + j][k].
+  __device__ __forceinline__ void smooth(const float* smooth, const float* mean, float unit) {
+    const int lane = threadIdx.x & 31, g = lane >> 2;
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n) {
+      float weight = l[n];
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) weight += __shfl_xor_sync(kAllLanes, weight, d);
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u) {
+        const int at = 64 * (u / 2) + 8 * g + 4 * (u % 2);
+        const float4 s = __ldg(reinterpret_cast<const float4*>(smooth + at));
+        const float4 z = __ldg(reinterpret_cast<const float4*>(mean + at));
+        o[n][u][0] = (o[n][u][0] - weight * z.x) / (s.x * unit);
+        o[n][u][1] = (o[n][u][1] - weight * z.y) / (s.y * unit);
+        o[n][u][2] = (o[n][u][2] - weight * z.z) / (s.z * unit);
+        o[n][u][3] = (o[n][u][3] - weight * z.w) / (s.w * unit);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int n = 0; n < C::kSets; ++n)
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[n][u][k] *= factor;
+  }
+
   /// Transforms the sums (codec::hadamard()), for values that are stored as they are beside others
-  /// that are stored transformed. Channel 64i + 8g + 4j + k is o[.][2i + j][k].
+  /// that are stored transformed.
   __device__ __forceinline__ void turn() {
     const int lane = threadIdx.x & 31;
     constexpr float kUnit = C::kDim == 128 ? 0.088388347648318441F : 0.125F;

@@ -8,6 +8,7 @@
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/layout.cuh"
 #include "kernels/integer_layout.h"
+#include "kernels/vector_layout.h"
 
 /// Elements of parts one at a time, whatever the format and the layout: for what is not in the
 /// decode step.
@@ -18,6 +19,7 @@ using codec::PartGeometry;
 using codec::Role;
 
 __host__ __device__ constexpr bool is_raw(Code code) { return code <= Code::kBf16; }
+__host__ __device__ constexpr bool is_vector(Code code) { return code >= Code::kVecInfer1; }
 __host__ __device__ constexpr int bits_of(Code code) {
   return code == Code::kInt8 ? 8 : code == Code::kInt4 || code == Code::kKivi4 ? 4 : 2;
 }
@@ -122,6 +124,39 @@ __device__ inline int code_at(const std::byte* part, const ElementPlace& place, 
   return static_cast<int>(part[place.code]) >> place.shift & ((1 << bits) - 1);
 }
 
+/// Where the low 8 bits of a sub-vector's code lie. Of the two layouts only codec.h's has codes of
+/// other than 8 bits for 4 channels.
+__device__ inline std::uint32_t vector_code_at(const PartFormat& part, int token, int sub) {
+  const PartGeometry& g = part.geometry;
+  if (!part.tiled) return static_cast<std::uint32_t>(sub * g.block_size + token);
+  const int tile = token / kTileTokens, t = token % kTileTokens;
+  return static_cast<std::uint32_t>(tile * code_bytes(Sealed::kVecInfer2, g.head_dim) +
+                                    (g.role == Role::kKeys ? vecinfer_key(g.head_dim, t, sub)
+                                                           : vecinfer_value(g.head_dim, t, sub)));
+}
+/// Where the high 4 bits of a pair of 12-bit codes lie, those of tokens `token`, which is even, and
+/// the next.
+__device__ inline std::uint32_t high_codes_at(const PartFormat& part, int token, int sub) {
+  const kernels::PartShape shape{part.geometry.block_size, part.geometry.head_dim, 0};
+  return static_cast<std::uint32_t>(kernels::low_bytes(part.quantizer.sub_dim, shape) +
+                                    sub * kernels::high_row_bytes(shape) + token / 2);
+}
+
+__device__ inline float vector_element(const PartFormat& part, int kv_head, const std::byte* bytes,
+                                       int token, int d) {
+  const Quantizer& q = part.quantizer;
+  const int sub = d / q.sub_dim;
+  int code = static_cast<int>(bytes[vector_code_at(part, token, sub)]);
+  if (q.code_bits > 8) {
+    const int pair = static_cast<int>(bytes[high_codes_at(part, token & ~1, sub)]);
+    code |= (pair >> token % 2 * 4 & 15) << 8;
+  }
+  const std::int8_t centroid =
+      q.centroids[(static_cast<std::size_t>(kv_head) << q.code_bits | code) * q.sub_dim +
+                  d % q.sub_dim];
+  return __fmul_rn(q.scales[kv_head], static_cast<float>(centroid));
+}
+
 __device__ inline float load_element(const void* rows, Element type, std::size_t at) {
   if (type == Element::kFp32) return static_cast<const float*>(rows)[at];
   if (type == Element::kFp16) return __half2float(static_cast<const __half*>(rows)[at]);
@@ -142,40 +177,20 @@ __host__ __device__ constexpr Element element_of(Code code) {
                                : Element::kBf16;
 }
 
-/// An element as it is stored, any transform not undone. Rounds as the other kernels do.
-__device__ inline float stored_element(const PartFormat& part, const std::byte* bytes, int token,
-                                       int d) {
+/// An element of a head's part as it is stored, in its space. Rounds as the other kernels do.
+__device__ inline float stored_element(const PartFormat& part, int kv_head, const std::byte* bytes,
+                                       int token, int d) {
   const PartGeometry& g = part.geometry;
   if (is_raw(g.format.code)) {
     return load_element(bytes, element_of(g.format.code),
                         static_cast<std::size_t>(token) * g.head_dim + d);
   }
+  if (is_vector(g.format.code)) return vector_element(part, kv_head, bytes, token, d);
   const ElementPlace place = place_of(part, token, d);
   const float scale = half_at(bytes, place.scale) * power_of_two(-place.scale_exponent);
   const float bias = half_at(bytes, place.bias) * power_of_two(-place.bias_exponent);
   const auto code = static_cast<float>(code_at(bytes, place, bits_of(g.format.code)));
   return __fadd_rn(__fmul_rn(scale, code), bias);
-}
-
-/// Transforms `n` rows of `dim` in shared memory, `stride` apart, by all threads of the block: as
-/// codec::hadamard(), sum by sum. Barriers stand before and after.
-__device__ inline void turn(float* rows, int n, int dim, int stride) {
-  const int size = dim & -dim;
-  for (int half = 1; half < size; half *= 2) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < n * dim / 2; i += blockDim.x) {
-      const int row = i / (dim / 2), pair = i % (dim / 2);
-      const int low = pair / half * 2 * half + pair % half;
-      float* const at = rows + row * stride + low;
-      const float a = at[0], b = at[half];
-      at[0] = a + b;
-      at[half] = a - b;
-    }
-  }
-  __syncthreads();
-  const float scale = __fdiv_rn(1.F, __fsqrt_rn(static_cast<float>(size)));
-  for (int i = threadIdx.x; i < n * dim; i += blockDim.x) rows[i / dim * stride + i % dim] *= scale;
-  __syncthreads();
 }
 
 }  // namespace kvpool::cuda

@@ -1,5 +1,7 @@
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/parts.cuh"
+#include "kernels/cuda/space.cuh"
+#include "kernels/cuda/vectors.h"
 
 namespace kvpool::cuda {
 namespace {
@@ -68,9 +70,9 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(const __grid_constant__ 
 
   if (by_channel(g)) {
     for (int d = threadIdx.x; d < dim; d += kThreads) {
-      float low = stored_element(p.raw, from, 0, d), high = low;
+      float low = stored_element(p.raw, 0, from, 0, d), high = low;
       for (int t = 1; t < g.block_size; ++t) {
-        const float x = stored_element(p.raw, from, t, d);
+        const float x = stored_element(p.raw, 0, from, t, d);
         low = fminf(low, x), high = fmaxf(high, x);
       }
       grids[d] = fit(low, high, steps, place_of(p.sealed, 0, d), to);
@@ -81,10 +83,9 @@ __global__ void __launch_bounds__(kThreads) seal_kernel(const __grid_constant__ 
     __syncthreads();
     clear_words(words);
     for (int i = threadIdx.x; i < n * dim; i += kThreads) {
-      rows[i / dim][i % dim] = stored_element(p.raw, from, first + i / dim, i % dim);
+      rows[i / dim][i % dim] = stored_element(p.raw, 0, from, first + i / dim, i % dim);
     }
-    if (g.format.hadamard) turn(rows[0], n, dim, kMaxDim + 1);
-    __syncthreads();
+    Space(p.sealed, 0).enter(rows[0], n, dim, kMaxDim + 1);
     if (!by_channel(g)) {
       for (int i = threadIdx.x; i < n * n_groups; i += kThreads) {
         const int t = i / n_groups, start = i % n_groups * group;
@@ -114,16 +115,16 @@ __global__ void __launch_bounds__(kThreads) unseal_kernel(const __grid_constant_
   const PartGeometry& g = p.sealed.geometry;
   const std::byte* from = task.from + std::size_t{blockIdx.y} * p.sealed_bytes;
   std::byte* to = task.to + blockIdx.y * p.head_stride;
-  const int dim = g.head_dim;
+  const int dim = g.head_dim, kv_head = static_cast<int>(blockIdx.y);
+  const Space space(p.sealed, kv_head);
   for (int done = 0; done < task.n_tokens; done += kTileTokens) {
     const int n = min(kTileTokens, task.n_tokens - done);
     __syncthreads();
     for (int i = threadIdx.x; i < n * dim; i += kThreads) {
       rows[i / dim][i % dim] =
-          stored_element(p.sealed, from, task.first_token + done + i / dim, i % dim);
+          stored_element(p.sealed, kv_head, from, task.first_token + done + i / dim, i % dim);
     }
-    if (g.format.hadamard) turn(rows[0], n, dim, kMaxDim + 1);
-    __syncthreads();
+    space.leave(rows[0], n, dim, kMaxDim + 1);
     for (int i = threadIdx.x; i < n * dim; i += kThreads) {
       store_element(to, p.row_type, static_cast<std::size_t>(done) * dim + i,
                     rows[i / dim][i % dim]);
@@ -184,8 +185,14 @@ Launch<Params> launch_of(const void* kernel, const Task* tasks, int n_tasks, int
 
 Launch<SealParams> seal(const SealTask* tasks, int n_tasks, const PartFormat& raw,
                         const PartFormat& sealed, int n_kv_heads) {
-  auto launch = launch_of<SealParams>(reinterpret_cast<const void*>(&seal_kernel), tasks, n_tasks,
-                                      n_kv_heads);
+  const bool vectors = is_vector(sealed.geometry.format.code);
+  auto launch =
+      launch_of<SealParams>(vectors ? vector_seal_kernel(sealed.quantizer.sub_dim)
+                                    : reinterpret_cast<const void*>(&seal_kernel),
+                            tasks, n_tasks, n_kv_heads);
+  if (vectors) {
+    launch.grid.z = static_cast<unsigned>(kernels::n_tiles(sealed.geometry.block_size));
+  }
   launch.params.raw = raw;
   launch.params.sealed = sealed;
   launch.params.raw_bytes = part_bytes(raw);
@@ -206,8 +213,10 @@ Launch<UnsealParams> unseal(const UnsealTask* tasks, int n_tasks, const PartForm
 
 Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& from,
                           const PartFormat& to, int n_kv_heads) {
-  auto launch = launch_of<RelayParams>(reinterpret_cast<const void*>(&relay_kernel), tasks, n_tasks,
-                                       n_kv_heads);
+  auto launch = launch_of<RelayParams>(is_vector(to.geometry.format.code)
+                                           ? vector_relay_kernel()
+                                           : reinterpret_cast<const void*>(&relay_kernel),
+                                       tasks, n_tasks, n_kv_heads);
   launch.params.from = from;
   launch.params.to = to;
   launch.params.part_bytes = part_bytes(to);

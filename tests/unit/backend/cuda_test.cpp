@@ -3,14 +3,17 @@
 #include <mlx/mlx.h>
 
 #include <algorithm>
+#include <cctype>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "kvpool/paged_kv_cache.h"
+#include "unit/cache/codebooks.h"
 
 namespace mx = mlx::core;
 
@@ -57,6 +60,13 @@ class Pair {
     config.window = 40;
     config.sink = 16;
     config.sliding_window = sliding;
+    for (const std::string& format : {c.keys, c.values}) {
+      if (!format.starts_with("vecinfer")) continue;
+      const OnDevice device(mx::Device::cpu);
+      mx::random::seed(1);
+      config.codebooks = testing::make_codebooks(format, 2, kKvHeads, c.head_dim);
+      config.layer = 1;
+    }
     std::vector<Owner> owners;
     for (int i = 0; i < n_rows; ++i) owners.push_back(static_cast<Owner>(i + 1));
     for (int i = 0; i < 2; ++i) {
@@ -322,21 +332,34 @@ TEST_P(Cuda, WindowsCapsSinksAndMasks) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const char* format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2"}) {
+  for (const std::string format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer4",
+                                   "vecinfer3", "vecinfer2", "vecinfer1.5", "vecinfer1"}) {
+    const int value_dim = format.starts_with("vecinfer") ? 96 : 40;  // Codebooks have one dim.
     all.push_back({format, format, mx::bfloat16, 128, 128, 32});
     all.push_back({format, format, mx::float16, 64, 64, 32, 64, 6});
     all.push_back({format, format, mx::bfloat16, 128, 128, 64, 64, 14, false});
     all.push_back({format, format, mx::float32, 128, 128, 16});
     all.push_back({format, format, mx::float16, 80, 80, 16});
     all.push_back({format, format, mx::bfloat16, 256, 256, 24, 64, 2});
-    all.push_back({format, format, mx::float16, 96, 40, 32});
+    all.push_back({format, format, mx::float16, 96, value_dim, 32});
   }
   all.push_back({"int8", "int4", mx::bfloat16, 128, 128, 32});
   all.push_back({"kivi2", "raw", mx::float16, 64, 64, 32});
   all.push_back({"raw", "int4", mx::bfloat16, 128, 128, 16});
+  all.push_back({"vecinfer2", "raw", mx::bfloat16, 128, 128, 32});
+  all.push_back({"int8", "vecinfer2", mx::float16, 64, 64, 32});
+  all.push_back({"vecinfer4", "int4", mx::float16, 128, 128, 32});
+  all.push_back({"vecinfer1.5", "vecinfer1.5", mx::float16, 64, 64, 15});
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(Formats, Cuda, ::testing::ValuesIn(cases()));
+std::string name_of(const ::testing::TestParamInfo<Case>& info) {
+  std::ostringstream text;
+  text << info.param;
+  std::string name = text.str();
+  std::replace_if(name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
+  return name;
+}
+INSTANTIATE_TEST_SUITE_P(Formats, Cuda, ::testing::ValuesIn(cases()), name_of);
 
 }  // namespace
 }  // namespace kvpool

@@ -16,7 +16,7 @@ constexpr int kSteps = 20;
 
 /// Logits of a prompt in two chunks, then of a token at a time.
 mx::array logits(const llama::Model& model, const std::string& format) {
-  llama::Caches caches = llama::make_caches(format, model.shape().n_layers, kBatch, 16);
+  llama::Caches caches = llama::make_caches(format, model.shape(), kBatch, 16);
   const mx::array tokens = mx::random::randint(0, model.shape().vocab, {kBatch, kPrompt + kSteps},
                                                mx::int32, mx::random::key(3));
   const auto columns = [&](int first, int end) {
@@ -40,8 +40,8 @@ TEST(LlamaExample, EveryRawCacheGivesTheLogitsOfTheContiguousOne) {
 
 TEST(LlamaExample, TokensBeforeCount) {
   const auto model = llama::Model::random(llama::shape_named("tiny"), mx::float32, 1);
-  llama::Caches full = llama::make_caches("raw", 2, 1, 16);
-  llama::Caches shorter = llama::make_caches("raw", 2, 1, 16);
+  llama::Caches full = llama::make_caches("raw", model.shape(), 1, 16);
+  llama::Caches shorter = llama::make_caches("raw", model.shape(), 1, 16);
   const mx::array with = model(mx::array({5, 6, 7}, {1, 3}), full);
   const mx::array without = model(mx::array({6, 7}, {1, 2}), shorter);
   EXPECT_GT(mx::max(mx::abs(with - without)).item<float>(), 1e-2F);
