@@ -12,7 +12,7 @@ PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kiv
 # Where the other architecture's compiler and QEMU are Debian packages.
 ARM64 := $(if $(and $(filter x86_64,$(shell uname -m)),$(shell command -v dpkg-query)),arm64)
 
-.PHONY: demo test arm64 fuzz build setup bench peers stubs clean
+.PHONY: demo test arm64 cuda fuzz build setup bench peers stubs clean
 
 demo: build  ## The main job on the default model.
 	@$(BIN)/kvpool info
@@ -30,6 +30,11 @@ arm64: $(VENV)/.ready  ## The kernels' tests for 64-bit ARM, by a cross compiler
 	cmake --preset arm64
 	cmake --build --preset arm64
 	ctest --preset arm64 -j$(shell nproc)
+
+cuda: $(VENV)/.ready  ## The CUDA kernels and what runs on them, compiled; no GPU is asked for.
+	scripts/unpack_mlx_cuda.sh $(BIN)/python
+	CUDACXX="$$(scripts/nvcc.sh $(BIN)/python)" cmake --preset cuda
+	cmake --build --preset cuda --target cuda_test llama_decode
 
 fuzz:  ## The fuzzers, an hour each; needs Clang.
 	cmake --preset fuzz
