@@ -22,7 +22,9 @@ if [ ! -e "$target/.$version" ]; then
     rm "$wheel"
   done
   chmod +x "$toolkit"/bin/* "$toolkit"/nvvm/bin/*
-  ln -s lib "$toolkit/lib64"  # Where nvcc looks for libraries.
+  # As a toolkit has them.
+  ln -s lib "$toolkit/lib64"
+  ln -s libcudart.so.13 "$toolkit/lib/libcudart.so"
   touch "$target/.$version"
 fi
 echo "$toolkit/bin/nvcc"
