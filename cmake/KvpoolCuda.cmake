@@ -2,14 +2,19 @@
 if(KVPOOL_CUDA STREQUAL "AUTO")
   set(build_cuda OFF)
   if(KVPOOL_MLX_IS_CUDA)
+    if(NOT CMAKE_CUDA_COMPILER)
+      unset(CMAKE_CUDA_COMPILER CACHE)  # Not found the last time.
+    endif()
     include(CheckLanguage)
     check_language(CUDA)
     if(CMAKE_CUDA_COMPILER)
       set(build_cuda ON)
     else()
-      message(WARNING "MLX here is the CUDA one, but there is no nvcc: kvpool is built without its CUDA "
-        "kernels, and paged caches run on MLX's own ops. Install the CUDA toolkit, or name its "
-        "compiler in CUDACXX, and build again; KVPOOL_CUDA=OFF silences this.")
+      message(FATAL_ERROR "MLX here is the CUDA one, but there is no nvcc to build kvpool's CUDA kernels with. "
+        "Install the CUDA toolkit, or name its compiler in CUDACXX; scripts/nvcc.sh gets one from PyPI:\n"
+        "  CUDACXX=\"$(scripts/nvcc.sh python3)\" pip install --no-build-isolation --no-deps .\n"
+        "Or build without, and paged caches run on MLX's own ops: KVPOOL_CUDA=OFF "
+        "(pip install -C cmake.define.KVPOOL_CUDA=OFF ...).")
     endif()
   endif()
 else()
