@@ -9,7 +9,8 @@ if(KVPOOL_MLX_IS_CUDA)
   set_target_properties(mlx PROPERTIES
     IMPORTED_LOCATION "${mlx_prefix}/lib/libmlx.so"
     INTERFACE_INCLUDE_DIRECTORIES "${MLX_INCLUDE_DIRS}"
-    INTERFACE_LINK_OPTIONS "LINKER:--unresolved-symbols=ignore-in-shared-libs")
+    INTERFACE_LINK_OPTIONS
+      "$<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:LINKER:--unresolved-symbols=ignore-in-shared-libs>")
 else()
   find_package(MLX CONFIG REQUIRED)
 endif()

@@ -48,7 +48,9 @@ add_library(cuda_kernels STATIC
   src/kernels/cuda/decode_kivi2.cu
   src/kernels/cuda/decode_kivi4.cu
   src/kernels/cuda/decode_raw.cu
-  src/kernels/cuda/decode_vecinfer2.cu
+  src/kernels/cuda/decode_vector_keys2.cu
+  src/kernels/cuda/decode_vector_keys4.cu
+  src/kernels/cuda/decode_vector_keys8.cu
   src/kernels/cuda/recode.cu
   src/kernels/cuda/tables.cu
   src/kernels/cuda/vectors.cu)

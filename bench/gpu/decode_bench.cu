@@ -59,20 +59,26 @@ __global__ void fill_rows(void* p, Element type, std::size_t n, std::uint64_t se
   }
 }
 
+__host__ __device__ int key_tile_bytes(const Geometry& g) {
+  return kc::key_tile_bytes(g.sealed, g.head_dim, g.group_size, g.key_sub);
+}
+__host__ __device__ int value_tile_bytes(const Geometry& g) {
+  return kc::value_tile_bytes(g.sealed, g.head_dim, g.group_size, g.value_sub);
+}
+
 /// Random codes; scales and biases that spread them over about -2 ... 2.
 __global__ void fill_parts(std::uint32_t* p, Geometry g, bool keys, std::size_t part,
                            std::size_t n_words, std::uint64_t seed) {
   const int header = keys ? kc::key_header_bytes(g.sealed, g.head_dim) : 0;
-  const int tile = keys ? kc::key_tile_bytes(g.sealed, g.head_dim, g.group_size)
-                        : kc::value_tile_bytes(g.sealed, g.head_dim, g.group_size);
-  const int codes = kc::code_bytes(g.sealed, g.head_dim);
+  const int tile = keys ? key_tile_bytes(g) : value_tile_bytes(g);
+  const int codes = g.sealed == Sealed::kVector ? tile : kc::code_bytes(g.sealed, g.head_dim);
   const float steps = (1 << kc::bits_of(g.sealed)) - 1;
   for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < n_words;
        i += std::size_t(gridDim.x) * blockDim.x) {
     const int at = static_cast<int>(i * 4 % part);
     const float width = 3 + 2 * uniform(seed + 3 * i), middle = uniform(seed + 3 * i + 1) - 0.5F;
     float scale = width / steps, bias = middle - width / 2;
-    if (!keys && g.sealed != Sealed::kVecInfer2) {
+    if (!keys && g.sealed != Sealed::kVector) {
       // Which token and channel a pair is of matters to its exponent.
       const int bits = kc::bits_of(g.sealed), groups = g.head_dim / g.group_size;
       const int k = max(0, at % tile - codes) / 4, token = k / groups;
@@ -110,11 +116,11 @@ __device__ double sealed_key(const char* part, const Geometry& g, const kc::Deco
                              int head, int token, int d) {
   const int bits = kc::bits_of(g.sealed), t = token % 16;
   const char* tile = part + kc::key_header_bytes(g.sealed, g.head_dim) +
-                     token / 16 * kc::key_tile_bytes(g.sealed, g.head_dim, g.group_size);
-  if (g.sealed == Sealed::kVecInfer2) {
-    const int code = static_cast<unsigned char>(tile[kc::vecinfer_key(g.head_dim, t, d / 4)]);
-    const int h = p.codebook_per_head ? head : 0;
-    return double(p.key_scale[h]) * p.key_codebook[(h * 256 + code) * 4 + d % 4];
+                     token / 16 * key_tile_bytes(g);
+  if (g.sealed == Sealed::kVector) {
+    const int sub = g.key_sub, h = p.codebook_per_head ? head : 0;
+    const int code = static_cast<unsigned char>(tile[kc::vector_key(sub, g.head_dim, t, d / sub)]);
+    return double(p.key_scale[h]) * p.key_codebook[(h * 256 + code) * sub + d % sub];
   }
   if (kc::is_kivi(g.sealed)) {
     const auto* h = reinterpret_cast<const __half*>(part);
@@ -129,11 +135,12 @@ __device__ double sealed_key(const char* part, const Geometry& g, const kc::Deco
 __device__ double sealed_value(const char* part, const Geometry& g, const kc::DecodeParams& p,
                                int head, int token, int d) {
   const int bits = kc::bits_of(g.sealed), t = token % 16;
-  const char* tile = part + token / 16 * kc::value_tile_bytes(g.sealed, g.head_dim, g.group_size);
-  if (g.sealed == Sealed::kVecInfer2) {
-    const int code = static_cast<unsigned char>(tile[kc::vecinfer_value(g.head_dim, t, d / 4)]);
-    const int h = p.codebook_per_head ? head : 0;
-    return double(p.value_scale[h]) * p.value_codebook[(h * 256 + code) * 4 + d % 4];
+  const char* tile = part + token / 16 * value_tile_bytes(g);
+  if (g.sealed == Sealed::kVector) {
+    const int sub = g.value_sub, h = p.codebook_per_head ? head : 0;
+    const int code =
+        static_cast<unsigned char>(tile[kc::vector_value(sub, g.head_dim, t, d / sub)]);
+    return double(p.value_scale[h]) * p.value_codebook[(h * 256 + code) * sub + d % sub];
   }
   const auto* pairs = reinterpret_cast<const __half2*>(tile + kc::code_bytes(g.sealed, g.head_dim));
   const float2 f = __half22float2(pairs[kc::value_scale_index(g.head_dim, g.group_size, t, d)]);
@@ -329,13 +336,14 @@ struct Cache {
       for (std::size_t k = 0; k < bias.size(); ++k) bias[k] = normal(seed + k);
       p.sealed_bias = keep(upload(bias));
     }
-    std::vector<std::int8_t> ck(std::size_t(g.n_kv_heads) * 1024);
-    std::vector<std::int8_t> cv(ck.size());
+    std::vector<std::int8_t> ck(std::size_t(g.n_kv_heads) * 256 * g.key_sub);
+    std::vector<std::int8_t> cv(std::size_t(g.n_kv_heads) * 256 * g.value_sub);
     std::vector<float> scales(g.n_kv_heads);
     const auto centroid = [&](std::size_t k) {
       return static_cast<std::int8_t>(std::clamp(normal(seed + k) * 32, -127.F, 127.F));
     };
-    for (std::size_t k = 0; k < ck.size(); ++k) ck[k] = centroid(k), cv[k] = centroid(k + 123456);
+    for (std::size_t k = 0; k < ck.size(); ++k) ck[k] = centroid(k);
+    for (std::size_t k = 0; k < cv.size(); ++k) cv[k] = centroid(k + 123456);
     for (auto& x : scales) x = 1.F / 32 + 0.001F * (&x - scales.data());
     p.key_codebook = keep(upload(ck));
     p.value_codebook = keep(upload(cv));
@@ -401,17 +409,26 @@ struct Name {
   const char* name;
   Sealed sealed;
   Element raw;
+  int key_sub = 4, value_sub = 4;
 };
 constexpr Name kNames[] = {
     {"bf16", Sealed::kNone, Element::kBf16},   {"fp16", Sealed::kNone, Element::kFp16},
     {"int8", Sealed::kInt8, Element::kBf16},   {"int4", Sealed::kInt4, Element::kBf16},
     {"int2", Sealed::kInt2, Element::kBf16},   {"kivi4", Sealed::kKivi4, Element::kBf16},
-    {"kivi2", Sealed::kKivi2, Element::kBf16}, {"vecinfer2", Sealed::kVecInfer2, Element::kBf16}};
+    {"kivi2", Sealed::kKivi2, Element::kBf16}, {"vecinfer2", Sealed::kVector, Element::kBf16},
+    {"vecinfer4", Sealed::kVector, Element::kBf16, 2, 2},
+    {"vecinfer3", Sealed::kVector, Element::kBf16, 2, 4},
+    {"vecinfer1", Sealed::kVector, Element::kBf16, 8, 8},
+    {"vecinfer2/4", Sealed::kVector, Element::kBf16, 4, 2},
+    {"vecinfer1/2", Sealed::kVector, Element::kBf16, 8, 4},
+    {"vecinfer2/1", Sealed::kVector, Element::kBf16, 4, 8},
+    {"vecinfer4/1", Sealed::kVector, Element::kBf16, 2, 8},
+    {"vecinfer1/4", Sealed::kVector, Element::kBf16, 8, 2}};
 
 Geometry geometry(const Name& n, int block) {
   Geometry g;
   g.n_heads = 32, g.n_kv_heads = 8, g.head_dim = 128, g.block_size = block;
-  g.sealed = n.sealed, g.raw = n.raw;
+  g.sealed = n.sealed, g.raw = n.raw, g.key_sub = n.key_sub, g.value_sub = n.value_sub;
   return g;
 }
 bool built(const Geometry& g) {

@@ -28,14 +28,14 @@ build/decode_bench time
 python3 bench/gpu/sdpa_bench.py
 
 echo "== append and attend through MLX"
-build/cuda/bench/gpu/paged_bench stock,raw,int8,int4,kivi2 1x1024,1x8192,1x65536,1x196608,8x8192
+build/cuda/bench/gpu/paged_bench stock,raw,int8,int4,kivi2,vecinfer2 1x1024,1x8192,1x65536,1x196608,8x8192
 
 echo "== Llama-3.1-8B's shape, decode"
-for shape in "1 8192" "1 65536" "1 196608" "8 8192"; do
+for shape in "1 8192" "1 65536" "1 196608" "8 8192" "8 65536"; do
   set -- $shape
   echo "batch $1, $2 tokens"
   build/cuda/examples/llama_decode --shape llama-3.1-8b --batch "$1" --fill "$2" --chunk 2048 \
-    --prompt 1 --tokens 40 --cache stock,raw,int8,int4,kivi2
+    --prompt 1 --tokens 40 --cache stock,raw,int8,int4,kivi2,vecinfer2
 done
 echo "prompt of 8192 tokens"
-build/cuda/examples/llama_decode --shape llama-3.1-8b --prompt 8192 --tokens 20 --cache stock,raw,int4
+build/cuda/examples/llama_decode --shape llama-3.1-8b --prompt 8192 --tokens 20 --cache stock,raw,int4,vecinfer2

@@ -197,7 +197,7 @@ class AttendOp final : public CudaOp {
       p.queries = scratch + w.plan.queries;
       p.query_type = cuda::Element::kFp32;
     }
-    if (w.device.geometry.sealed == cuda::Sealed::kVecInfer2) {
+    if (w.device.geometry.sealed == cuda::Sealed::kVector) {
       const cuda::Quantizer& keys = w.device.sealed[0].quantizer;
       const cuda::Quantizer& values = w.device.sealed[1].quantizer;
       p.key_codebook = keys.centroids;
@@ -337,11 +337,13 @@ mx::array CudaBackend::result_memory(std::size_t bytes) {
 mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
   const std::size_t bytes = cuda::workspace_bytes(
       g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))), n_processors());
-  const std::array<int, 7> key{g.n_heads,
+  const std::array<int, 9> key{g.n_heads,
                                g.n_kv_heads,
                                g.head_dim,
                                g.block_size,
                                g.group_size,
+                               g.key_sub,
+                               g.value_sub,
                                static_cast<int>(g.sealed),
                                static_cast<int>(g.raw)};
   auto found = workspaces_.find(key);

@@ -75,9 +75,7 @@ cuda::Sealed sealed_of(const cuda::PartFormat& part) {
     case codec::Code::kKivi2:
       return cuda::Sealed::kKivi2;
     default:
-      return part.quantizer.sub_dim == 4 && part.quantizer.code_bits == 8
-                 ? cuda::Sealed::kVecInfer2
-                 : cuda::Sealed::kNone;
+      return part.quantizer.code_bits == 8 ? cuda::Sealed::kVector : cuda::Sealed::kNone;
   }
 }
 
@@ -97,17 +95,22 @@ DeviceFormat CudaBackend::device_format(const LayerFormat& format) {
   geometry.n_heads = geometry.n_kv_heads = format.n_kv_heads;
   geometry.head_dim = format.raw[0].head_dim;
   geometry.block_size = format.raw[0].block_size;
-  geometry.sealed = sealed_of(result.sealed[0]);
   geometry.group_size = format.sealed[0].format.group_size;
   geometry.raw = format.raw[0].format.code == codec::Code::kFp32   ? cuda::Element::kFp32
                  : format.raw[0].format.code == codec::Code::kFp16 ? cuda::Element::kFp16
                                                                    : cuda::Element::kBf16;
-  const bool seals = format.seals(0);
-  const bool one_code = geometry.sealed == sealed_of(result.sealed[1]) &&
-                        seals == (geometry.sealed != cuda::Sealed::kNone) &&
-                        format.sealed[0].format.group_size == format.sealed[1].format.group_size;
-  result.decodes = format.raw[1].head_dim == geometry.head_dim && seals == format.seals(1) &&
-                   one_code && cuda::decodes(geometry);
+  if (const cuda::Sealed code = sealed_of(result.sealed[0]);
+      code == sealed_of(result.sealed[1]) &&
+      format.sealed[0].format.group_size == format.sealed[1].format.group_size) {
+    geometry.sealed = code;
+  }
+  if (geometry.sealed == cuda::Sealed::kVector) {
+    geometry.key_sub = result.sealed[0].quantizer.sub_dim;
+    geometry.value_sub = result.sealed[1].quantizer.sub_dim;
+  }
+  const bool seals = geometry.sealed != cuda::Sealed::kNone;
+  result.decodes = format.raw[1].head_dim == geometry.head_dim && seals == format.seals(0) &&
+                   seals == format.seals(1) && cuda::decodes(geometry);
   result.sealed[0].tiled = result.sealed[1].tiled = result.decodes && seals;
   return result;
 }

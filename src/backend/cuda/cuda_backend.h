@@ -123,7 +123,7 @@ class CudaBackend final : public Backend,
   std::optional<mlx::core::array> scratch_;
   std::map<std::size_t, std::vector<mlx::core::array>> results_;  ///< By their bytes.
   /// By the numbers of the geometry.
-  std::map<std::array<int, 7>, mlx::core::array> workspaces_;
+  std::map<std::array<int, 9>, mlx::core::array> workspaces_;
 };
 
 /// The GPU stream in use, or the GPU's default one.

@@ -13,26 +13,30 @@ inline constexpr float kLog2E = 1.44269504088896F;
 inline constexpr int kMaxHeads = 8;
 inline constexpr int kSlotFloats = kMaxHeads * (256 + 2);
 
-template <Sealed kFormat_, class T_, int kDim_, int kGroup_, int kSets_>
+template <Sealed kFormat_, class T_, int kDim_, int kGroup_, int kSets_, int kKeySub_ = 0,
+          int kValueSub_ = 0>
 struct Config {
   static constexpr Sealed kFormat = kFormat_;
   using T = T_;
   static constexpr int kDim = kDim_, kGroup = kGroup_, kSets = kSets_;
+  static constexpr int kKeySub = kKeySub_, kValueSub = kValueSub_;  // Of kVector.
   static constexpr bool kRawOnly = kFormat == Sealed::kNone, kKivi = is_kivi(kFormat),
-                        kVq = kFormat == Sealed::kVecInfer2, kAffine = is_affine(kFormat);
+                        kVq = kFormat == Sealed::kVector, kAffine = is_affine(kFormat);
   static constexpr int kBits = kRawOnly ? 16 : bits_of(kFormat);
+  static constexpr int kKeyBits = kVq ? 8 / kKeySub : kBits;
+  static constexpr int kValueBits = kVq ? 8 / kValueSub : kBits;
   static constexpr int kHeads = 4 * kSets;
   static constexpr int kSteps = kDim / 32;  // Of 32 channels.
   static constexpr int kGroups = kDim / kGroup;
   /// Affine values are summed times this.
   static constexpr float kValueUnit = kVq || kRawOnly || kBits == 8 ? 1.F : kBits == 4 ? 0x1p-6F : 0x1p-8F;
   /// Tiles to a unit, which is what is copied at a time.
-  static constexpr int kUnit = kRawOnly || kBits > 2 && !kKivi ? 1 : 2;
-  static constexpr int kCodeBytes = kRawOnly ? 0 : code_bytes(kFormat, kDim);
+  static constexpr int kUnit = kRawOnly || kKeyBits > 2 && !kKivi || kValueBits > 2 && !kKivi ? 1 : 2;
+  static constexpr int kCodeBytes = kRawOnly || kVq ? 0 : code_bytes(kFormat, kDim);
   static constexpr int kKeyTile =
-      kRawOnly ? kTileTokens * kDim * 2 : key_tile_bytes(kFormat, kDim, kGroup);
+      kRawOnly ? kTileTokens * kDim * 2 : key_tile_bytes(kFormat, kDim, kGroup, kKeySub);
   static constexpr int kValueTile =
-      kRawOnly ? kTileTokens * kDim * 2 : value_tile_bytes(kFormat, kDim, kGroup);
+      kRawOnly ? kTileTokens * kDim * 2 : value_tile_bytes(kFormat, kDim, kGroup, kValueSub);
   static constexpr int kHeader = kRawOnly ? 0 : key_header_bytes(kFormat, kDim);
   static constexpr int kValuesAt = kHeader + kUnit * kKeyTile;
   static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
@@ -52,7 +56,7 @@ struct Config {
   static constexpr int kTableBytes = kVq ? 256 * 256 : 0;
   static constexpr int kRingBytes =
       227 * 1024 / kResident - 1024 - 384 - kQueryBytes - kMergeBytes - kTableBytes;
-  /// vecinfer2 needs no ring: its codes are few enough to wait in registers.
+  /// kVector needs no ring: its codes are few enough to wait in registers.
   static constexpr int kStages = kVq ? 0
                                  : kRingBytes / (kWarps * kStage) > 5
                                      ? 5

@@ -20,21 +20,31 @@ KernelChoice choose_kernel(const Geometry& g, int sets) {
       return choose_kivi4(g, sets);
     case Sealed::kKivi2:
       return choose_kivi2(g, sets);
-    case Sealed::kVecInfer2:
-      return choose_vecinfer2(g, sets);
+    case Sealed::kVector:
+      return g.key_sub == 2   ? choose_vector_keys2(g, sets)
+             : g.key_sub == 4 ? choose_vector_keys4(g, sets)
+             : g.key_sub == 8 ? choose_vector_keys8(g, sets)
+                              : KernelChoice{};
   }
   return {};
 }
 
 int unit_tiles(const Geometry& g) {
-  return is_kivi(g.sealed) || g.sealed == Sealed::kInt2 || g.sealed == Sealed::kVecInfer2 ? 2 : 1;
+  if (g.sealed == Sealed::kVector) return g.key_sub == 2 || g.value_sub == 2 ? 1 : 2;
+  return is_kivi(g.sealed) || g.sealed == Sealed::kInt2 ? 2 : 1;
+}
+
+int key_tile_bytes(const Geometry& g) {
+  return key_tile_bytes(g.sealed, g.head_dim, g.group_size, g.key_sub);
+}
+int value_tile_bytes(const Geometry& g) {
+  return value_tile_bytes(g.sealed, g.head_dim, g.group_size, g.value_sub);
 }
 
 /// What a raw tile costs beside a sealed unit.
 int raw_weight(const Geometry& g) {
   if (g.sealed == Sealed::kNone) return 1;
-  const int sealed = unit_tiles(g) * (key_tile_bytes(g.sealed, g.head_dim, g.group_size) +
-                                      value_tile_bytes(g.sealed, g.head_dim, g.group_size)) +
+  const int sealed = unit_tiles(g) * (key_tile_bytes(g) + value_tile_bytes(g)) +
                      key_header_bytes(g.sealed, g.head_dim);
   const int raw = kTileTokens * g.head_dim * 4;
   return raw > sealed ? (raw + sealed / 2) / sealed : 1;
@@ -72,12 +82,10 @@ std::size_t raw_part_bytes(const Geometry& g) noexcept {
 }
 std::size_t sealed_key_bytes(const Geometry& g) noexcept {
   return key_header_bytes(g.sealed, g.head_dim) +
-         static_cast<std::size_t>(g.block_size / kTileTokens) *
-             key_tile_bytes(g.sealed, g.head_dim, g.group_size);
+         static_cast<std::size_t>(g.block_size / kTileTokens) * key_tile_bytes(g);
 }
 std::size_t sealed_value_bytes(const Geometry& g) noexcept {
-  return static_cast<std::size_t>(g.block_size / kTileTokens) *
-         value_tile_bytes(g.sealed, g.head_dim, g.group_size);
+  return static_cast<std::size_t>(g.block_size / kTileTokens) * value_tile_bytes(g);
 }
 
 int cost(const Geometry& g, int n_raw_blocks, int n_sealed_blocks) noexcept {
@@ -101,7 +109,7 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   const int chunks = (group + 7) / 8, chunk_heads = (group + chunks - 1) / chunks;
   const KernelChoice kernel = choose_kernel(g, chunk_heads > 4 ? 2 : 1);
   if (kernel.function == nullptr) return cudaErrorNotSupported;
-  if (g.sealed == Sealed::kVecInfer2) {
+  if (g.sealed == Sealed::kVector) {
     int device = 0, reserved = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device) !=

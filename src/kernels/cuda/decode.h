@@ -10,7 +10,7 @@ namespace kvpool::cuda {
 enum class Element : std::uint8_t { kFp32, kFp16, kBf16 };
 
 /// How sealed blocks are stored (layout.cuh). Raw blocks are fp16 or bf16 rows.
-enum class Sealed : std::uint8_t { kNone, kInt8, kInt4, kInt2, kKivi4, kKivi2, kVecInfer2 };
+enum class Sealed : std::uint8_t { kNone, kInt8, kInt4, kInt2, kKivi4, kKivi2, kVector };
 
 /// Tokens to a tile: what a warp takes at a time. Block sizes are multiples of it.
 inline constexpr int kTileTokens = 16;
@@ -46,9 +46,11 @@ struct Geometry {
   int n_heads = 0;
   int n_kv_heads = 0;
   int head_dim = 128;   // 64 or 128.
-  int block_size = 16;  // 16, 32 or 64; 32 or 64 for codes of two bits and kivi.
+  int block_size = 16;  // 16, 32 or 64; 32 or 64 for int2, kivi and codes of 2 bits or less only.
   Sealed sealed = Sealed::kNone;
   int group_size = 32;  // 32 or 64, of the affine codes.
+  int key_sub = 4;      // Channels to a code of 8 bits: 2, 4 or 8; of kVector, likewise of values.
+  int value_sub = 4;
   Element raw = Element::kBf16;
 };
 
@@ -75,15 +77,15 @@ struct DecodeParams {
   const void* sealed_queries;
   /// (n_sequences, n_heads), added to the scaled scores of sealed blocks; null for none.
   const float* sealed_bias;
-  /// vecinfer2: (256, 4) int8, times the scale. One a layer, or one a KV head: (n_kv_heads, 256, 4),
-  /// scales (n_kv_heads).
+  /// kVector: (256, key_sub) and (256, value_sub) int8, times the scale. One a layer, or one a KV head:
+  /// (n_kv_heads, 256, ...), scales (n_kv_heads).
   const std::int8_t* key_codebook;
   const float* key_scale;
   const std::int8_t* value_codebook;
   const float* value_scale;
   int codebook_per_head;
   /// The space of sealed values. `out` is in it, too, and should be fp32 for what brings it back.
-  /// vecinfer2: as HeadTransform has it, (n_kv_heads, head_dim) and (n_kv_heads); all null: none.
+  /// kVector: as HeadTransform has it, (n_kv_heads, head_dim) and (n_kv_heads); all null: none.
   const float* value_smooth;
   const float* value_mean;
   const std::uint8_t* value_hadamard;

@@ -23,17 +23,16 @@
 ///            weights is zero where the parity is not e. So two neighbouring channels of a token
 ///            are one operand register just as they lie, in rows as in codewords, and nothing has
 ///            to be transposed. Thread (g, c) gets channels 64i + 8g ... + 7 of head c.
-/// Tiles come through asynchronous copies into a ring of the warp's own (vecinfer2: into
-/// registers); no barrier of the block stands in the loop, and the next segment's tiles are on
+/// Tiles come through asynchronous copies into a ring of the warp's own (kVector: into registers); no barrier of the block stands in the loop, and the next segment's tiles are on
 /// their way while the last one's results are merged.
 ///
 /// *Numbers.* Queries meet codes and codewords as 16-bit integers in two byte operands, which is
 /// exact but for their own rounding (2^-16 of the largest); kivi's keys and all values meet fp16
-/// (raw ones their own type), with fp32 sums. vecinfer2's values are summed as the codebook's
+/// (raw ones their own type), with fp32 sums. kVector's values are summed as the codebook's
 /// integers, which fp16 has exactly.
 ///
-/// *Codebooks* (vecinfer2). Each codeword is one 256-byte row of shared memory, 32 copies of the 4
-/// bytes of the key's and 16 of the 8 bytes of the value's, so that lanes never meet in a bank. A
+/// *Codebooks* (kVector). Each codeword is one 256-byte row of shared memory, half of it copies of
+/// the key's bytes (of 2, twice) and half of the value's in fp16, so that lanes never meet in a bank. A
 /// code is the second byte of its codeword's offset, which one byte permute makes; where the table
 /// starts is a constant in the load.
 namespace kvpool::cuda {
@@ -102,12 +101,22 @@ __device__ __forceinline__ uint2 halves_of(std::uint32_t bytes) {
       as_word(__hsub2(as_half2(__byte_perm(biased, 0x64646464U, 0x4342)), bias)));
 }
 
+/// kSub of a codebook's bytes.
+template <int kSub>
+__device__ __forceinline__ uint2 codeword(const std::int8_t* book, int code) {
+  if constexpr (kSub == 8) return __ldg(reinterpret_cast<const uint2*>(book) + code);
+  if constexpr (kSub == 4) {
+    return make_uint2(__ldg(reinterpret_cast<const std::uint32_t*>(book) + code), 0);
+  }
+  return make_uint2(__ldg(reinterpret_cast<const std::uint16_t*>(book) + code), 0);
+}
+
 /// A thread's codewords, one of the keys and one of the values.
 template <class C>
 struct Codewords {
   static constexpr int kEach = 256 / C::kThreads;
   static_assert(!C::kVq || 256 % C::kThreads == 0);
-  std::uint32_t key[C::kVq ? kEach : 1], value[C::kVq ? kEach : 1];
+  uint2 key[C::kVq ? kEach : 1], value[C::kVq ? kEach : 1];
 
   __device__ __forceinline__ void load(const DecodeParams& p, int kv_head) {
     if constexpr (C::kVq) {
@@ -115,8 +124,8 @@ struct Codewords {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         const int code = first + k * C::kThreads;
-        key[k] = __ldg(reinterpret_cast<const std::uint32_t*>(p.key_codebook) + code);
-        value[k] = __ldg(reinterpret_cast<const std::uint32_t*>(p.value_codebook) + code);
+        key[k] = codeword<C::kKeySub>(p.key_codebook, code);
+        value[k] = codeword<C::kValueSub>(p.value_codebook, code);
       }
     }
   }
@@ -125,13 +134,25 @@ struct Codewords {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         const std::uint32_t row = table + (threadIdx.x + k * C::kThreads) * 256;
-        const std::uint32_t w = key[k];
-        const uint2 v = halves_of(value[k]);
+        uint4 keys = make_uint4(key[k].x, key[k].x, key[k].x, key[k].x), values;
+        if constexpr (C::kKeySub == 2) {
+          keys.x = keys.y = keys.z = keys.w = key[k].x * 0x10001U;
+        } else if constexpr (C::kKeySub == 8) {
+          keys.y = keys.w = key[k].y;
+        }
+        const uint2 low = halves_of(value[k].x), high = halves_of(value[k].y);
+        if constexpr (C::kValueSub == 2) {
+          values = make_uint4(low.x, low.x, low.x, low.x);
+        } else if constexpr (C::kValueSub == 4) {
+          values = make_uint4(low.x, low.y, low.x, low.y);
+        } else {
+          values = make_uint4(low.x, low.y, high.x, high.y);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const std::uint32_t at = row + ((i + threadIdx.x) & 7) * 16;
-          sts128(at, make_uint4(w, w, w, w));
-          sts128(at + 128, make_uint4(v.x, v.y, v.x, v.y));
+          sts128(at, keys);
+          sts128(at + 128, values);
         }
       }
     }
@@ -351,7 +372,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
   const auto has_raw = [&](const Segment& s) {
     return !C::kRawOnly && s.raw_from + warp < s.raw_to;
   };
-  // vecinfer2's centroids are summed as the integers they are.
+  // Centroids are summed as the integers they are.
   const auto value_unit = [&](const Segment& s) {
     return __ldg(p.value_scale + (p.codebook_per_head ? s.kv_head : 0));
   };
@@ -445,9 +466,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
                         ? kLog2E * p.sealed_bias[now.row + 4 * n + c]
                         : 0.F;
         }
-        const std::uint32_t key_at_row = lane * 4, value_at_row = 128 + (lane & 15) * 8;
+        // The lane's copy of a codeword.
+        constexpr int kKeyCopy = C::kKeySub == 8 ? 8 : 4, kValueCopy = 2 * C::kValueSub;
+        const std::uint32_t key_at_row = (lane * kKeyCopy) & 127,
+                            value_at_row = 128 | ((lane * kValueCopy) & 127);
         for (int k = first_unit; k < end_unit; k += C::kWarps) {
-          CodeWords<C> keys[C::kUnit], values[C::kUnit];
+          KeyWords<C> keys[C::kUnit];
+          ValueWords<C> values[C::kUnit];
           std::uint32_t unit = 0;
           int2 range;
           if constexpr (C::kVq) {
@@ -607,18 +632,18 @@ KernelChoice choose() {
   return {reinterpret_cast<const void*>(&decode_kernel<C>), C::kThreads, C::kSharedBytes,
           C::kResident, (C::kWarps * C::kMergeStride - C::kThreads) * 4 / C::kHeads};
 }
-template <Sealed kFormat, class T, int kGroup>
+template <Sealed kFormat, class T, int kGroup, int... kSubs>
 KernelChoice choose_shape(int dim, int sets) {
   if (dim == 128) {
-    if (sets == 1) return choose<Config<kFormat, T, 128, kGroup, 1>>();
+    if (sets == 1) return choose<Config<kFormat, T, 128, kGroup, 1, kSubs...>>();
 #ifndef KVPOOL_CUDA_FEW
-    return choose<Config<kFormat, T, 128, kGroup, 2>>();
+    return choose<Config<kFormat, T, 128, kGroup, 2, kSubs...>>();
 #endif
   }
 #ifndef KVPOOL_CUDA_FEW
   if (dim == 64) {
-    return sets == 1 ? choose<Config<kFormat, T, 64, kGroup, 1>>()
-                     : choose<Config<kFormat, T, 64, kGroup, 2>>();
+    return sets == 1 ? choose<Config<kFormat, T, 64, kGroup, 1, kSubs...>>()
+                     : choose<Config<kFormat, T, 64, kGroup, 2, kSubs...>>();
   }
 #endif
   return {};
@@ -643,12 +668,38 @@ KernelChoice choose_format(const Geometry& geometry, int sets) {
 #endif
 }
 
+template <int kKeySub, int kValueSub>
+KernelChoice choose_codes(const Geometry& geometry, int sets) {
+#ifndef KVPOOL_CUDA_FEW
+  if (geometry.raw == Element::kFp16) {
+    return choose_shape<Sealed::kVector, __half, 32, kKeySub, kValueSub>(geometry.head_dim, sets);
+  }
+#endif
+  return choose_shape<Sealed::kVector, __nv_bfloat16, 32, kKeySub, kValueSub>(geometry.head_dim,
+                                                                              sets);
+}
+template <int kKeySub>
+KernelChoice choose_vector(const Geometry& geometry, int sets) {
+  switch (geometry.value_sub) {
+    case 2:
+      return choose_codes<kKeySub, 2>(geometry, sets);
+    case 4:
+      return choose_codes<kKeySub, 4>(geometry, sets);
+    case 8:
+      return choose_codes<kKeySub, 8>(geometry, sets);
+    default:
+      return {};
+  }
+}
+
 KernelChoice choose_raw(const Geometry&, int sets);
 KernelChoice choose_int8(const Geometry&, int sets);
 KernelChoice choose_int4(const Geometry&, int sets);
 KernelChoice choose_int2(const Geometry&, int sets);
 KernelChoice choose_kivi4(const Geometry&, int sets);
 KernelChoice choose_kivi2(const Geometry&, int sets);
-KernelChoice choose_vecinfer2(const Geometry&, int sets);
+KernelChoice choose_vector_keys2(const Geometry&, int sets);
+KernelChoice choose_vector_keys4(const Geometry&, int sets);
+KernelChoice choose_vector_keys8(const Geometry&, int sets);
 
 }  // namespace kvpool::cuda

@@ -14,10 +14,10 @@
 ///                         stored times 2^kivi_scale_exponent(channel)
 ///   kivi values           as affine values
 ///                         (values' pairs are stored times powers of two, too: see below)
-///   vecinfer2             [codes] a tile
+///   kVector               [codes] a tile
 ///
 /// The codes of a tile are laid out by lane of the warp that reads it: lane l = 4g + c has
-/// head_dim * bits / 16 bytes, in chunks of 16 (or one of 8): chunk i of lane l is at
+/// head_dim * bits / 16 bytes, in chunks of 16 (or one of 8 or 4): chunk i of lane l is at
 /// (i * 32 + l) * 16. Which tokens and channels are a lane's is what the matrix instructions want,
 /// so that no element moves between lanes:
 ///
@@ -49,10 +49,6 @@ template <>
 struct Traits<Sealed::kKivi2> {
   static constexpr int kBits = 2;
 };
-template <>
-struct Traits<Sealed::kVecInfer2> {
-  static constexpr int kBits = 2;
-};
 
 __host__ __device__ constexpr bool is_kivi(Sealed f) {
   return f == Sealed::kKivi4 || f == Sealed::kKivi2;
@@ -72,11 +68,13 @@ __host__ __device__ constexpr int scale_bytes(int dim, int group) {
 __host__ __device__ constexpr int key_header_bytes(Sealed f, int dim) {
   return is_kivi(f) ? dim * 4 : 0;
 }
-__host__ __device__ constexpr int key_tile_bytes(Sealed f, int dim, int group) {
+__host__ __device__ constexpr int key_tile_bytes(Sealed f, int dim, int group, int sub) {
+  if (f == Sealed::kVector) return kTileTokens * dim / sub;
   return code_bytes(f, dim) + (is_affine(f) ? scale_bytes(dim, group) : 0);
 }
-__host__ __device__ constexpr int value_tile_bytes(Sealed f, int dim, int group) {
-  return code_bytes(f, dim) + (f == Sealed::kVecInfer2 ? 0 : scale_bytes(dim, group));
+__host__ __device__ constexpr int value_tile_bytes(Sealed f, int dim, int group, int sub) {
+  if (f == Sealed::kVector) return kTileTokens * dim / sub;
+  return code_bytes(f, dim) + scale_bytes(dim, group);
 }
 
 /// Byte of `word` of a lane within a tile's codes.
@@ -137,14 +135,24 @@ __host__ __device__ constexpr int value_scale_exponent(int bits, int dim, int to
 __host__ __device__ constexpr int value_bias_exponent(int bits) {
   return bits == 8 ? 0 : bits == 4 ? -6 : -8;
 }
-/// Byte within a tile's codes of sub-vector j (channels 4j ... 4j + 3).
-__host__ __device__ inline int vecinfer_key(int dim, int token, int j) {
-  const int s = j / 8, hi = (j % 8) / 4, c = j % 4;
-  return word_offset((token % 8) * 4 + c, s, dim / 8) + hi * 2 + token / 8;
+/// Byte within a tile's codes of sub-vector j, which is `sub` channels from sub * j on.
+__host__ __device__ inline int vector_key(int sub, int dim, int token, int j) {
+  const int lane = token % 8 * 4, th = token / 8, bytes = dim / (2 * sub);
+  if (sub == 2) {
+    const int i = j / 16, hi = j % 16 / 8, c = j % 8 / 2;
+    return word_offset(lane + c, 2 * i + th, bytes) + hi * 2 + j % 2;
+  }
+  if (sub == 4) {
+    const int i = j / 8, hi = j % 8 / 4, c = j % 4;
+    return word_offset(lane + c, i, bytes) + hi * 2 + th;
+  }
+  const int i = j / 4, c = j % 4;
+  return word_offset(lane + c, i / 2, bytes) + i % 2 * 2 + th;
 }
-__host__ __device__ inline int vecinfer_value(int dim, int token, int j) {
-  const int i = j / 16, g = (j % 16) / 2, u = i * 2 + j % 2;
-  return word_offset(g * 4 + (token % 8) / 2, u, dim / 8) + (token / 8) * 2 + token % 2;
+__host__ __device__ inline int vector_value(int sub, int dim, int token, int j) {
+  const int n = 8 / sub, i = j / (8 * n), g = j % (8 * n) / n;
+  return word_offset(g * 4 + token % 8 / 2, i * n + j % n, dim / (2 * sub)) + token / 8 * 2 +
+         token % 2;
 }
 /// Index among a tile's (scale, bias) pairs.
 __host__ __device__ inline int key_scale_index(int dim, int group, int token, int d) {

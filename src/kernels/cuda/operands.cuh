@@ -275,8 +275,17 @@ struct Query8 {
       const int head = 4 * n + (g >> 1);
       float x[2 * C::kSteps][4];
       float top = 0;
-      load_elements<2 * C::kSteps, 4>(queries, type,
-                                      (row + min(head, n_heads - 1)) * C::kDim + 4 * c, 16, x);
+      const std::size_t at = (row + min(head, n_heads - 1)) * C::kDim;
+      if constexpr (C::kKeySub == 8) {  // A code's channels are both of a step's operands.
+        float wide[C::kSteps][8];
+        load_elements<C::kSteps, 8>(queries, type, at + 8 * c, 32, wide);
+#pragma unroll
+        for (int s = 0; s < 2 * C::kSteps; ++s)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) x[s][k] = wide[s / 2][s % 2 * 4 + k];
+      } else {
+        load_elements<2 * C::kSteps, 4>(queries, type, at + 4 * c, 16, x);
+      }
 #pragma unroll
       for (int s = 0; s < 2 * C::kSteps; ++s)
 #pragma unroll

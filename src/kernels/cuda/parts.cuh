@@ -124,15 +124,15 @@ __device__ inline int code_at(const std::byte* part, const ElementPlace& place, 
   return static_cast<int>(part[place.code]) >> place.shift & ((1 << bits) - 1);
 }
 
-/// Where the low 8 bits of a sub-vector's code lie. Of the two layouts only codec.h's has codes of
-/// other than 8 bits for 4 channels.
+/// Where the low 8 bits of a sub-vector's code lie. Tiled parts have codes of 8 bits only.
 __device__ inline std::uint32_t vector_code_at(const PartFormat& part, int token, int sub) {
   const PartGeometry& g = part.geometry;
   if (!part.tiled) return static_cast<std::uint32_t>(sub * g.block_size + token);
   const int tile = token / kTileTokens, t = token % kTileTokens;
-  return static_cast<std::uint32_t>(tile * code_bytes(Sealed::kVecInfer2, g.head_dim) +
-                                    (g.role == Role::kKeys ? vecinfer_key(g.head_dim, t, sub)
-                                                           : vecinfer_value(g.head_dim, t, sub)));
+  const int dim = part.quantizer.sub_dim;
+  return static_cast<std::uint32_t>(tile * kTileTokens * g.head_dim / dim +
+                                    (g.role == Role::kKeys ? vector_key(dim, g.head_dim, t, sub)
+                                                           : vector_value(dim, g.head_dim, t, sub)));
 }
 /// Where the high 4 bits of a pair of 12-bit codes lie, those of tokens `token`, which is even, and
 /// the next.

@@ -93,6 +93,13 @@ __device__ __forceinline__ std::uint32_t lds32(std::uint32_t a) {
   return v;
 }
 // Of a table from address 1024 on, which does not change while it is read: free to move.
+__device__ __forceinline__ uint4 table128(std::uint32_t offset) {
+  uint4 v;
+  asm("ld.shared.v4.u32 {%0,%1,%2,%3},[%4+1024];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "r"(offset));
+  return v;
+}
 __device__ __forceinline__ uint2 table64(std::uint32_t offset) {
   uint2 v;
   asm("ld.shared.v2.u32 {%0,%1},[%2+1024];" : "=r"(v.x), "=r"(v.y) : "r"(offset));

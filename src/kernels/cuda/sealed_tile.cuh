@@ -7,9 +7,9 @@
 namespace kvpool::cuda {
 
 /// A lane's code words of a tile.
-template <class C>
+template <int kDim, int kBits>
 struct CodeWords {
-  static constexpr int kLaneBytes = C::kDim * C::kBits / 16, kWords = kLaneBytes / 4;
+  static constexpr int kLaneBytes = kDim * kBits / 16, kWords = kLaneBytes / 4;
   std::uint32_t w[kWords];
 
   __device__ __forceinline__ void load(std::uint32_t at, int lane) {
@@ -25,6 +25,17 @@ struct CodeWords {
     }
   }
 };
+
+template <class C>
+using KeyWords = CodeWords<C::kDim, C::kKeyBits>;
+template <class C>
+using ValueWords = CodeWords<C::kDim, C::kValueBits>;
+
+/// Byte k of the words, as the offset of a codeword's copy.
+template <class Words>
+__device__ __forceinline__ std::uint32_t entry(const Words& codes, int k, std::uint32_t row) {
+  return __byte_perm(codes.w[k / 4], row, 0x7604 | k % 4 << 4);
+}
 
 template <class C>
 struct SealedKeys {
@@ -67,18 +78,29 @@ struct SealedKeys {
   template <class Q>
   static __device__ __forceinline__ void scores(float (&s)[C::kSets][2], const Q& q,
                                                 const Block& block, const float (&factor)[C::kSets],
-                                                const CodeWords<C>& codes, std::uint32_t at,
+                                                const KeyWords<C>& codes, std::uint32_t at,
                                                 int lane, std::uint32_t key_row) {
     const int g = lane >> 2;
     if constexpr (C::kVq) {
       int a[C::kSets][4] = {};
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) {
-        const std::uint32_t w = codes.w[i];
-        const std::uint32_t x = table32(__byte_perm(w, key_row, 0x7604)),
-                            y = table32(__byte_perm(w, key_row, 0x7614)),
-                            z = table32(__byte_perm(w, key_row, 0x7624)),
-                            v = table32(__byte_perm(w, key_row, 0x7634));
+        std::uint32_t x, y, z, v;
+        if constexpr (C::kKeySub == 2) {
+          const auto pair = [&](int k) {
+            return __byte_perm(table32(entry(codes, k, key_row)),
+                               table32(entry(codes, k + 1, key_row)), 0x5410);
+          };
+          x = pair(8 * i), y = pair(8 * i + 4), z = pair(8 * i + 2), v = pair(8 * i + 6);
+        } else if constexpr (C::kKeySub == 4) {
+          x = table32(entry(codes, 4 * i, key_row)), y = table32(entry(codes, 4 * i + 1, key_row));
+          z = table32(entry(codes, 4 * i + 2, key_row));
+          v = table32(entry(codes, 4 * i + 3, key_row));
+        } else {
+          const uint2 a0 = table64(entry(codes, 2 * i, key_row)),
+                      a1 = table64(entry(codes, 2 * i + 1, key_row));
+          x = a0.x, y = a1.x, z = a0.y, v = a1.y;
+        }
 #pragma unroll
         for (int n = 0; n < C::kSets; ++n)
           mma32<true>(a[n], x, y, z, v, q.b[n][i][0], q.b[n][i][1]);
@@ -182,19 +204,43 @@ struct SealedValues {
   }
   static __device__ __forceinline__ void add(Accumulator<C>& acc,
                                              const std::uint32_t (&w)[C::kSets][4],
-                                             const CodeWords<C>& codes, std::uint32_t at, int lane,
+                                             const ValueWords<C>& codes, std::uint32_t at, int lane,
                                              std::uint32_t value_row) {
     if constexpr (C::kVq) {
-#pragma unroll
-      for (int u = 0; u < C::kSteps; ++u) {
-        const uint2 x = table64(__byte_perm(codes.w[u], value_row, 0x7604)),
-                    y = table64(__byte_perm(codes.w[u], value_row, 0x7614)),
-                    z = table64(__byte_perm(codes.w[u], value_row, 0x7624)),
-                    v = table64(__byte_perm(codes.w[u], value_row, 0x7634));
+      // Four channels of the lane's four tokens.
+      const auto products = [&](int u, const uint2(&x)[4]) {
 #pragma unroll
         for (int n = 0; n < C::kSets; ++n) {
-          mma16<__half>(acc.o[n][u], x.x, x.y, y.x, y.y, w[n][0], w[n][1]);
-          mma16<__half>(acc.o[n][u], z.x, z.y, v.x, v.y, w[n][2], w[n][3]);
+          mma16<__half>(acc.o[n][u], x[0].x, x[0].y, x[1].x, x[1].y, w[n][0], w[n][1]);
+          mma16<__half>(acc.o[n][u], x[2].x, x[2].y, x[3].x, x[3].y, w[n][2], w[n][3]);
+        }
+      };
+      if constexpr (C::kValueSub == 8) {
+#pragma unroll
+        for (int i = 0; i < C::kSteps / 2; ++i) {
+          uint2 low[4], high[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const uint4 x = table128(entry(codes, 4 * i + t, value_row));
+            low[t] = make_uint2(x.x, x.y), high[t] = make_uint2(x.z, x.w);
+          }
+          products(2 * i, low);
+          products(2 * i + 1, high);
+        }
+      } else {
+#pragma unroll
+        for (int u = 0; u < C::kSteps; ++u) {
+          uint2 x[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            if constexpr (C::kValueSub == 4) {
+              x[t] = table64(entry(codes, 4 * u + t, value_row));
+            } else {
+              x[t] = make_uint2(table32(entry(codes, 8 * u + t, value_row)),
+                                table32(entry(codes, 8 * u + 4 + t, value_row)));
+            }
+          }
+          products(u, x);
         }
       }
     } else {

@@ -108,7 +108,7 @@ struct Ring {
   }
 };
 
-/// The same for vecinfer2, whose units wait in registers.
+/// The same for kVector, whose units wait in registers.
 template <class C>
 struct CodeStream {
   std::uint32_t base;  // Unused.
@@ -117,7 +117,8 @@ struct CodeStream {
   unsigned key_head, value_head;
   ulonglong2 ahead;
   int2 ahead_range, range;
-  CodeWords<C> keys[C::kUnit], values[C::kUnit];
+  KeyWords<C> keys[C::kUnit];
+  ValueWords<C> values[C::kUnit];
 
   __device__ __forceinline__ void fetch_entry(int unit) {
     if (unit < end) {
@@ -126,27 +127,31 @@ struct CodeStream {
       ahead_range = __ldg(reinterpret_cast<const int2*>(&e->first_token));
     }
   }
-  static __device__ __forceinline__ void fetch_words(CodeWords<C>& to, const char* from) {
-    if constexpr (CodeWords<C>::kLaneBytes == 16) {
-      const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
-      to.w[0] = v.x, to.w[1] = v.y, to.w[2] = v.z, to.w[3] = v.w;
-    } else {
-      const uint2 v = __ldcs(reinterpret_cast<const uint2*>(from));
+  template <class Words>
+  __device__ __forceinline__ void fetch_words(Words& to, const char* tile) const {
+    if constexpr (Words::kLaneBytes >= 16) {
+#pragma unroll
+      for (int k = 0; k < Words::kWords / 4; ++k) {
+        const uint4 v = __ldcs(reinterpret_cast<const uint4*>(tile) + k * 32 + lane);
+        to.w[4 * k] = v.x, to.w[4 * k + 1] = v.y, to.w[4 * k + 2] = v.z, to.w[4 * k + 3] = v.w;
+      }
+    } else if constexpr (Words::kLaneBytes == 8) {
+      const uint2 v = __ldcs(reinterpret_cast<const uint2*>(tile) + lane);
       to.w[0] = v.x, to.w[1] = v.y;
+    } else {
+      to.w[0] = __ldcs(reinterpret_cast<const std::uint32_t*>(tile) + lane);
     }
   }
   __device__ __forceinline__ void fetch() {
     if (next < end) {
-      constexpr int kLaneBytes = CodeWords<C>::kLaneBytes;
       const int tile = (next & ((1 << units_log2) - 1)) * C::kUnit;
       range = make_int2(ahead_range.x - tile * kTileTokens, ahead_range.y - tile * kTileTokens);
-      const unsigned at = tile * C::kCodeBytes + lane * kLaneBytes;
-      const char* k = reinterpret_cast<const char*>(ahead.x) + (key_head + at);
-      const char* v = reinterpret_cast<const char*>(ahead.y) + (value_head + at);
+      const char* k = reinterpret_cast<const char*>(ahead.x) + (key_head + tile * C::kKeyTile);
+      const char* v = reinterpret_cast<const char*>(ahead.y) + (value_head + tile * C::kValueTile);
 #pragma unroll
-      for (int t = 0; t < C::kUnit; ++t) fetch_words(keys[t], k + t * C::kCodeBytes);
+      for (int t = 0; t < C::kUnit; ++t) fetch_words(keys[t], k + t * C::kKeyTile);
 #pragma unroll
-      for (int t = 0; t < C::kUnit; ++t) fetch_words(values[t], v + t * C::kCodeBytes);
+      for (int t = 0; t < C::kUnit; ++t) fetch_words(values[t], v + t * C::kValueTile);
       next += C::kWarps;
     }
   }
@@ -167,7 +172,7 @@ struct CodeStream {
     fetch();
     ahead = later, ahead_range = later_range;
   }
-  __device__ __forceinline__ int2 take(CodeWords<C> (&k)[C::kUnit], CodeWords<C> (&v)[C::kUnit]) {
+  __device__ __forceinline__ int2 take(KeyWords<C> (&k)[C::kUnit], ValueWords<C> (&v)[C::kUnit]) {
 #pragma unroll
     for (int t = 0; t < C::kUnit; ++t) k[t] = keys[t], v[t] = values[t];
     const int2 r = range;

@@ -1,0 +1,7 @@
+#include "kernels/cuda/decode_kernel.cuh"
+
+namespace kvpool::cuda {
+KernelChoice choose_vector_keys2(const Geometry& geometry, int sets) {
+  return choose_vector<2>(geometry, sets);
+}
+}  // namespace kvpool::cuda
