@@ -209,7 +209,8 @@ class AttendOp final : public CudaOp {
       if (w.value_space) {
         p.value_smooth = values.smooth;
         p.value_mean = values.mean;
-        p.value_hadamard = values.hadamard;
+        // Where nothing is rotated, the one or the other.
+        p.value_hadamard = reinterpret_cast<const std::uint8_t*>(values.turns);
       }
     } else {
       p.turned_values = w.value_space ? 1 : 0;

@@ -75,7 +75,11 @@ cuda::Sealed sealed_of(const cuda::PartFormat& part) {
     case codec::Code::kKivi2:
       return cuda::Sealed::kKivi2;
     default:
-      return part.quantizer.code_bits == 8 ? cuda::Sealed::kVector : cuda::Sealed::kNone;
+      // It cannot bring the sums of raw values into a rotated space.
+      return part.quantizer.code_bits == 8 &&
+                     (part.geometry.role == codec::Role::kKeys || part.quantizer.rotation == nullptr)
+                 ? cuda::Sealed::kVector
+                 : cuda::Sealed::kNone;
   }
 }
 

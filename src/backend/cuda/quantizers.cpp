@@ -1,5 +1,6 @@
 #include "backend/cuda/quantizers.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -30,6 +31,11 @@ class Packed {
   std::vector<std::uint8_t> bytes_;
 };
 
+cuda::Turn turn_of(const codec::HeadTransform& head) {
+  if (!head.rotation.empty()) return cuda::Turn::kRotation;
+  return head.hadamard ? cuda::Turn::kHadamard : cuda::Turn::kNone;
+}
+
 DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
   Packed packed;
   const std::size_t centroids = packed.begin();
@@ -42,11 +48,24 @@ DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
   for (const auto& head : from.transforms) packed.add(head.smooth.data(), head.smooth.size());
   const std::size_t mean = packed.begin();
   for (const auto& head : from.transforms) packed.add(head.mean.data(), head.mean.size());
-  const std::size_t hadamard = packed.begin();
+  const std::size_t turns = packed.begin();
   for (const auto& head : from.transforms) {
-    const std::uint8_t turned = head.hadamard ? 1 : 0;
-    packed.add(&turned, 1);
+    const cuda::Turn turn = turn_of(head);
+    packed.add(&turn, 1);
   }
+  const bool rotates =
+      std::ranges::any_of(from.transforms, [](const auto& head) { return !head.rotation.empty(); });
+  const auto add_matrices = [&](std::vector<float> codec::HeadTransform::*matrix) {
+    const std::size_t start = packed.begin();
+    for (const auto& head : from.transforms) {
+      std::vector<float> numbers = head.*matrix;
+      numbers.resize(head.smooth.size() * head.smooth.size());  // Those without have no use for it.
+      packed.add(numbers.data(), numbers.size());
+    }
+    return start;
+  };
+  const std::size_t rotation = rotates ? add_matrices(&codec::HeadTransform::rotation) : 0;
+  const std::size_t back = rotates ? add_matrices(&codec::HeadTransform::back) : 0;
 
   mlx::core::array memory = to_device(packed.bytes());
   const std::byte* const base = device_address(memory);
@@ -57,7 +76,11 @@ DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
   quantizer.scales = reinterpret_cast<const float*>(base + scales);
   quantizer.smooth = reinterpret_cast<const float*>(base + smooth);
   quantizer.mean = reinterpret_cast<const float*>(base + mean);
-  quantizer.hadamard = reinterpret_cast<const std::uint8_t*>(base + hadamard);
+  quantizer.turns = reinterpret_cast<const cuda::Turn*>(base + turns);
+  if (rotates) {
+    quantizer.rotation = reinterpret_cast<const float*>(base + rotation);
+    quantizer.back = reinterpret_cast<const float*>(base + back);
+  }
   return {quantizer, std::move(memory)};
 }
 

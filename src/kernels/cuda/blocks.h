@@ -25,6 +25,9 @@ struct Launch {
   Params params{};
 };
 
+/// What turns a head's rows, once they are smooth.
+enum class Turn : std::uint8_t { kNone, kHadamard, kRotation };
+
 /// A codec::VectorQuantizer in device memory, by KV head.
 struct Quantizer {
   std::int32_t sub_dim = 0, code_bits = 0;  ///< Of all codebooks; 0: there is none.
@@ -32,7 +35,11 @@ struct Quantizer {
   const float* scales = nullptr;            ///< (n_kv_heads,)
   const float* smooth = nullptr;            ///< (n_kv_heads, head_dim), as the mean.
   const float* mean = nullptr;
-  const std::uint8_t* hadamard = nullptr;  ///< (n_kv_heads,)
+  const Turn* turns = nullptr;  ///< (n_kv_heads,)
+  /// (n_kv_heads, head_dim, head_dim): HeadTransform's rotation and its transpose; null if no head has
+  /// one.
+  const float* rotation = nullptr;
+  const float* back = nullptr;
 };
 
 /// How a part lies: as codec.h says or, if `tiled`, as layout.cuh says, which is as long.

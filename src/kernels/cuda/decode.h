@@ -85,7 +85,8 @@ struct DecodeParams {
   const float* value_scale;
   int codebook_per_head;
   /// The space of sealed values. `out` is in it, too, and should be fp32 for what brings it back.
-  /// kVector: as HeadTransform has it, (n_kv_heads, head_dim) and (n_kv_heads); all null: none.
+  /// kVector: as HeadTransform has it, but never rotated, (n_kv_heads, head_dim) and whether there is
+  /// a Hadamard transform, (n_kv_heads); all null: none.
   const float* value_smooth;
   const float* value_mean;
   const std::uint8_t* value_hadamard;

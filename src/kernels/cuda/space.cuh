@@ -27,20 +27,73 @@ __device__ inline void turn(float* rows, int n, int dim, int stride) {
   __syncthreads();
 }
 
+/// Columns of `row * matrix` for kRows rows from `own` on, which are `n` at most.
+template <int kRows>
+__device__ inline void rotate_rows(const float* matrix, float* rows, int own, int n, int dim,
+                                   int stride, int column) {
+  constexpr int kColumns = 2;  // A thread's, if there are more than threads.
+  float sums[kColumns][kRows] = {};
+  if (own < n) {
+#pragma unroll(kRows == 1 ? 16 : 4)
+    for (int d = 0; d < dim; ++d) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int j = column + c * static_cast<int>(blockDim.x);
+        const float x = j < dim ? matrix[d * dim + j] : 0.F;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          sums[c][r] = __fadd_rn(sums[c][r], __fmul_rn(rows[min(own + r, n - 1) * stride + d], x));
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int c = 0; c < kColumns; ++c) {
+    const int j = column + c * static_cast<int>(blockDim.x);
+    for (int r = 0; r < kRows && own + r < n && j < dim; ++r) {
+      rows[(own + r) * stride + j] = sums[c][r];
+    }
+  }
+  __syncthreads();
+}
+
+/// Each of `n` rows in shared memory becomes row * matrix (dim, dim), as KernelTable::rotate, sum by
+/// sum. Barriers stand before and after.
+__device__ inline void rotate(const float* matrix, float* rows, int n, int dim, int stride) {
+  constexpr int kRows = 8;
+  // Groups of threads have rows of their own.
+  const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  const int groups = max(1, threads / dim), group = thread / dim;
+  const int column = dim > threads ? thread : thread % dim;
+  __syncthreads();
+  if (n == 1) {
+    rotate_rows<1>(matrix, rows, group, n, dim, stride, column);
+    return;
+  }
+  for (int first = 0; first < n; first += kRows * groups) {
+    const int own = group < groups ? first + group * kRows : n;
+    rotate_rows<kRows>(matrix, rows, own, n, dim, stride, column);
+  }
+}
+
 /// codec::Space of a part, on the device: what a head's rows go through before they are coded, and
 /// queries and sums to meet them. Rows are `n` of `dim` in shared memory, `stride` apart; all
 /// threads of the block work on them. Barriers stand before and after. Rounds as the CPU does.
 class Space {
  public:
-  __device__ Space(const PartFormat& part, int kv_head) : hadamard_(part.geometry.format.hadamard) {
+  __device__ Space(const PartFormat& part, int kv_head)
+      : turn_(part.geometry.format.hadamard ? Turn::kHadamard : Turn::kNone) {
     const Quantizer& q = part.quantizer;
     if (q.centroids == nullptr) return;
-    smooth_ = q.smooth + kv_head * part.geometry.head_dim;
-    mean_ = q.mean + kv_head * part.geometry.head_dim;
-    hadamard_ = q.hadamard[kv_head] != 0;
+    const int dim = part.geometry.head_dim;
+    smooth_ = q.smooth + kv_head * dim;
+    mean_ = q.mean + kv_head * dim;
+    turn_ = q.turns[kv_head];
+    if (turn_ != Turn::kRotation) return;
+    rotation_ = q.rotation + kv_head * dim * dim;
+    back_ = q.back + kv_head * dim * dim;
   }
-
-  __device__ bool is_plain() const { return smooth_ == nullptr && !hadamard_; }
+  __device__ bool is_plain() const { return smooth_ == nullptr && turn_ == Turn::kNone; }
 
   __device__ void enter(float* rows, int n, int dim, int stride) const {
     enter_sums(rows, n, dim, stride, [](int) { return 1.F; });
@@ -60,13 +113,13 @@ class Space {
         x = __fdiv_rn(__fsub_rn(x, __fmul_rn(weight(row), mean_[d])), smooth_[d]);
       }
     }
-    if (hadamard_) turn(sums, n, dim, stride);
+    turn_rows(rotation_, sums, n, dim, stride);
     __syncthreads();
   }
   template <class Weight>
   __device__ void leave_sums(float* sums, int n, int dim, int stride, Weight weight) const {
     __syncthreads();
-    if (hadamard_) turn(sums, n, dim, stride);
+    turn_rows(back_, sums, n, dim, stride);
     if (smooth_ != nullptr) {
       for (int i = threadIdx.x; i < n * dim; i += blockDim.x) {
         const int row = i / dim, d = i % dim;
@@ -91,14 +144,21 @@ class Space {
       for (int d = 1; d < 32; d *= 2) offset += __shfl_xor_sync(~0U, offset, d);
       if (lane == 0) offsets[row] = offset;
     }
-    if (hadamard_) turn(queries, n, dim, stride);
+    turn_rows(rotation_, queries, n, dim, stride);
     __syncthreads();
   }
 
  private:
+  __device__ void turn_rows(const float* rotation, float* rows, int n, int dim, int stride) const {
+    if (turn_ == Turn::kHadamard) turn(rows, n, dim, stride);
+    if (turn_ == Turn::kRotation) rotate(rotation, rows, n, dim, stride);
+  }
+
   const float* smooth_ = nullptr;  ///< Null: neither smooth nor mean.
   const float* mean_ = nullptr;
-  bool hadamard_;
+  const float* rotation_ = nullptr;
+  const float* back_ = nullptr;
+  Turn turn_;
 };
 
 }  // namespace kvpool::cuda

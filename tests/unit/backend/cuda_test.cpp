@@ -48,6 +48,20 @@ class OnDevice {
   mx::Device before_;
 };
 
+/// Rotated keys, and values so, too, but for shapes that the decode kernel takes.
+std::shared_ptr<const VecInferCodebooks> codebooks(const std::string& format, const Case& c) {
+  using enum codec::Role;
+  const codec::Code code = codec::code_of(format);
+  VecInferStream keys =
+      testing::codebook_stream(codec::vector_code(code, kKeys), 2, kKvHeads, c.head_dim);
+  VecInferStream values =
+      testing::codebook_stream(codec::vector_code(code, kValues), 2, kKvHeads, c.head_dim);
+  if (c.block_size % 32 == 0) values.rotation.reset();
+  if (!c.hadamard) keys.rotation.reset();
+  values.hadamard = c.hadamard;
+  return std::make_shared<const VecInferCodebooks>(format, keys, values);
+}
+
 /// One cache on each device.
 class Pair {
  public:
@@ -64,7 +78,7 @@ class Pair {
       if (!format.starts_with("vecinfer")) continue;
       const OnDevice device(mx::Device::cpu);
       mx::random::seed(1);
-      config.codebooks = testing::make_codebooks(format, 2, kKvHeads, c.head_dim);
+      config.codebooks = codebooks(format, c);
       config.layer = 1;
     }
     std::vector<Owner> owners;
