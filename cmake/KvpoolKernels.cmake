@@ -47,7 +47,10 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
   set(KVPOOL_LEVEL_SOURCES src/kernels/levels_arm64.cpp src/calibration/nearest_generic.cpp
     ${neon_sources})
 endif()
+# Nor do codebooks and spaces depend on the architecture.
 set_source_files_properties(
-  src/calibration/nearest_generic.cpp
+  src/calibration/bit_allocation.cpp src/calibration/eigen.cpp src/calibration/k_means.cpp
+  src/calibration/nearest_generic.cpp src/calibration/transform_fit.cpp
+  src/codec/codec.cpp src/codec/space.cpp src/codec/vector_quantizer.cpp
   src/kernels/scalar/affine.cpp src/kernels/scalar/channel.cpp src/kernels/scalar/vector.cpp
   PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
