@@ -19,19 +19,16 @@ from tiny_models import random_model, write_gguf
 LONG = "Write a long story about a river."
 
 
-def heed_interrupts():
-    """A shell's background job, and all that it starts, ignores them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def start(*arguments, **options):
+    # A shell's background job, and all that it starts, ignores interrupts. Not by preexec_fn: it forks, which OpenBLAS in
+    # this process does not always survive.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "kvpool", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_interrupts,
         **options,
     )
 
