@@ -48,9 +48,10 @@ void require_memory(std::size_t n_bytes) {
 }
 
 /// MLX's CPU allocator gives memory that begins within a line of the cache, where each wide load of
-/// a kernel touches two. Room to begin at a line, where it is little beside the rest.
+/// a kernel touches two. Room to begin at a line, where little is lost: MLX may serve a size that
+/// is no power of two from a buffer up to two pages larger.
 std::size_t alignment_room(std::size_t capacity) {
-  return capacity >= 16 * kCacheLine && is_host_memory() ? kCacheLine : 0;
+  return capacity >= 2048 * kCacheLine && is_host_memory() ? kCacheLine : 0;
 }
 
 /// A byte array over new, zeroed memory. MLX's dimensions are 32-bit, hence the second one.

@@ -153,7 +153,7 @@ TEST(BufferPool, ClearDropsFreeBuffersOnly) {
 
 TEST(BufferPool, LargeBuffersBeginAtALineOfTheCache) {
   MlxBufferPool pool;
-  for (const std::size_t bytes : {1024U, 5000U, 1U << 20U}) {
+  for (const std::size_t bytes : {1U << 17U, 200000U, 1U << 20U}) {
     for (int i = 0; i < 8; ++i) {
       const MlxBuffer buffer = alloc(pool, bytes);
       EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.array().data<std::uint8_t>()) % 64, 0U);
