@@ -1,7 +1,8 @@
 #include <algorithm>
 
+#include "kernels/cuda/config.cuh"
 #include "kernels/cuda/decode.h"
-#include "kernels/cuda/decode_kernel.cuh"
+#include "kernels/cuda/decode_choice.h"
 
 namespace kvpool::cuda {
 namespace {

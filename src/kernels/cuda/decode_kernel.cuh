@@ -3,7 +3,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/cuda/codewords.cuh"
 #include "kernels/cuda/decode.h"
+#include "kernels/cuda/merge.cuh"
+#include "kernels/cuda/segment.cuh"
 #include "kernels/cuda/tile_stream.cuh"
 
 /// The decode kernel, for one sealed format beside raw rows of T.
@@ -23,8 +26,9 @@
 ///            weights is zero where the parity is not e. So two neighbouring channels of a token
 ///            are one operand register just as they lie, in rows as in codewords, and nothing has
 ///            to be transposed. Thread (g, c) gets channels 64i + 8g ... + 7 of head c.
-/// Tiles come through asynchronous copies into a ring of the warp's own (kVector: into registers); no barrier of the block stands in the loop, and the next segment's tiles are on
-/// their way while the last one's results are merged.
+/// Tiles come through asynchronous copies into a ring of the warp's own (kVector: into registers);
+/// no barrier of the block stands in the loop, and the next segment's tiles are on their way while
+/// the last one's results are merged.
 ///
 /// *Numbers.* Queries meet codes and codewords as 16-bit integers in two byte operands, which is
 /// exact but for their own rounding (2^-16 of the largest); kivi's keys and all values meet fp16
@@ -37,28 +41,6 @@
 /// starts is a constant in the load.
 namespace kvpool::cuda {
 
-__device__ __forceinline__ void store(void* out, Element type, std::size_t at, float x) {
-  if (type == Element::kFp32) {
-    static_cast<float*>(out)[at] = x;
-  } else if (type == Element::kFp16) {
-    static_cast<__half*>(out)[at] = __float2half_rn(x);
-  } else {
-    static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
-  }
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
-  return x;
-}
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) x += __shfl_xor_sync(kAllLanes, x, d);
-  return x;
-}
-
-/// Raw tiles beside sealed ones: few, read straight from memory.
 template <class C>
 __device__ __forceinline__ void attend_raw(Accumulator<C>& acc, const BlockEntry* blocks, int from,
                                            int to, int tiles_log2, std::size_t head_at, float scale,
@@ -88,230 +70,6 @@ __device__ __forceinline__ void attend_raw(Accumulator<C>& acc, const BlockEntry
                                    values + at(token, RawTile<C>::value_column(i, lane))))
                              : make_uint4(0, 0, 0, 0);
         });
-  }
-}
-
-/// Four signed bytes as fp16.
-__device__ __forceinline__ uint2 halves_of(std::uint32_t bytes) {
-  // The bytes of (0x6400 | x ^ 0x80) are the number 1024 + 128 + x.
-  const std::uint32_t biased = bytes ^ 0x80808080U;
-  const __half2 bias = __float2half2_rn(1152.F);
-  return make_uint2(
-      as_word(__hsub2(as_half2(__byte_perm(biased, 0x64646464U, 0x4140)), bias)),
-      as_word(__hsub2(as_half2(__byte_perm(biased, 0x64646464U, 0x4342)), bias)));
-}
-
-/// kSub of a codebook's bytes.
-template <int kSub>
-__device__ __forceinline__ uint2 codeword(const std::int8_t* book, int code) {
-  if constexpr (kSub == 8) return __ldg(reinterpret_cast<const uint2*>(book) + code);
-  if constexpr (kSub == 4) {
-    return make_uint2(__ldg(reinterpret_cast<const std::uint32_t*>(book) + code), 0);
-  }
-  return make_uint2(__ldg(reinterpret_cast<const std::uint16_t*>(book) + code), 0);
-}
-
-/// A thread's codewords, one of the keys and one of the values.
-template <class C>
-struct Codewords {
-  static constexpr int kEach = 256 / C::kThreads;
-  static_assert(!C::kVq || 256 % C::kThreads == 0);
-  uint2 key[C::kVq ? kEach : 1], value[C::kVq ? kEach : 1];
-
-  __device__ __forceinline__ void load(const DecodeParams& p, int kv_head) {
-    if constexpr (C::kVq) {
-      const int first = (p.codebook_per_head ? kv_head * 256 : 0) + threadIdx.x;
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int code = first + k * C::kThreads;
-        key[k] = codeword<C::kKeySub>(p.key_codebook, code);
-        value[k] = codeword<C::kValueSub>(p.value_codebook, code);
-      }
-    }
-  }
-  __device__ __forceinline__ void fill(std::uint32_t table) const {
-    if constexpr (C::kVq) {
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const std::uint32_t row = table + (threadIdx.x + k * C::kThreads) * 256;
-        uint4 keys = make_uint4(key[k].x, key[k].x, key[k].x, key[k].x), values;
-        if constexpr (C::kKeySub == 2) {
-          keys.x = keys.y = keys.z = keys.w = key[k].x * 0x10001U;
-        } else if constexpr (C::kKeySub == 8) {
-          keys.y = keys.w = key[k].y;
-        }
-        const uint2 low = halves_of(value[k].x), high = halves_of(value[k].y);
-        if constexpr (C::kValueSub == 2) {
-          values = make_uint4(low.x, low.x, low.x, low.x);
-        } else if constexpr (C::kValueSub == 4) {
-          values = make_uint4(low.x, low.y, low.x, low.y);
-        } else {
-          values = make_uint4(low.x, low.y, high.x, high.y);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const std::uint32_t at = row + ((i + threadIdx.x) & 7) * 16;
-          sts128(at, keys);
-          sts128(at + 128, values);
-        }
-      }
-    }
-  }
-};
-
-/// Zeros for sequences without tokens, shared out among the blocks.
-template <class C>
-__device__ __noinline__ void zero_empty(const DecodeParams& p, int n_blocks) {
-  for (int s = blockIdx.x; s < p.n_sequences; s += n_blocks) {
-    if (p.cost_before[s + 1] != p.cost_before[s]) continue;
-    const int row = p.n_kv_heads * p.group * C::kDim;
-    for (int k = threadIdx.x; k < row; k += C::kThreads) {
-      store(p.out, p.out_type, static_cast<std::size_t>(s) * row + k, 0.F);
-    }
-  }
-}
-
-/// The part of a block's stretch that lies in one sequence and head.
-struct alignas(16) Segment {
-  bool found;
-  int head, kv_head, n_heads, seq, row;  // row: of the queries' and of the output's first head.
-  /// On the line: where the pair's work starts and ends, and where the segment ends.
-  int low, high, stop;
-  bool whole;
-  int first_raw, raw_from, raw_to;           // Tiles, from entry first_raw on.
-  int first_sealed, sealed_from, sealed_to;  // Units, from entry first_sealed on.
-};
-
-/// The first segment with work at or after `at` and before `end`, by one warp, to shared memory: a
-/// copy a thread would be spilled, and the first touch of local memory costs more than the search.
-template <class C>
-__device__ __forceinline__ void find_segment(const DecodeParams& p, int at, int end, int lane,
-                                             Segment* result) {
-  Segment found;
-  Segment* s = &found;
-  s->found = false;
-  int k = min(lane, p.n_sequences - 1);
-  int before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-  int4 mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-  const int head_cost = __ldg(p.cost_before + p.n_sequences);
-  while (at < end) {
-    const int head = at / head_cost, offset = at - head * head_cost;
-    int base = 0;
-    unsigned vote = __ballot_sync(kAllLanes, after > offset);
-    while (vote == 0) {
-      base += 32;
-      k = min(base + lane, p.n_sequences - 1);
-      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-      vote = __ballot_sync(kAllLanes, after > offset);
-    }
-    const int from_lane = __ffs(static_cast<int>(vote)) - 1;
-    const int start = head * head_cost + __shfl_sync(kAllLanes, before, from_lane);
-    s->high = head * head_cost + __shfl_sync(kAllLanes, after, from_lane);
-    s->low = start + p.segment_cost;
-    s->stop = min(s->high, end);
-    const int n_raw = __shfl_sync(kAllLanes, mine.y, from_lane) << p.tiles_log2;
-    s->first_raw = __shfl_sync(kAllLanes, mine.x, from_lane);
-    s->first_sealed = __shfl_sync(kAllLanes, mine.z, from_lane);
-    if (s->stop > s->low) {
-      s->head = head;
-      s->seq = base + from_lane;
-      s->kv_head = head / p.chunks;
-      const int first_head = head % p.chunks * p.chunk_heads;
-      s->n_heads = min(p.chunk_heads, p.group - first_head);
-      s->row = (s->seq * p.n_kv_heads + s->kv_head) * p.group + first_head;
-      s->whole = at <= s->low && s->stop == s->high;
-      const int from = max(0, at - s->low), to = s->stop - s->low;
-      if constexpr (C::kRawOnly) {
-        s->raw_from = from;
-        s->raw_to = to;
-      } else {
-        const int raw_cost = n_raw * p.raw_weight;
-        s->raw_from = min(n_raw, (from + p.raw_weight - 1) / p.raw_weight);
-        s->raw_to = min(n_raw, (to + p.raw_weight - 1) / p.raw_weight);
-        s->sealed_from = max(0, from - raw_cost);
-        s->sealed_to = max(0, to - raw_cost);
-      }
-      s->found = true;
-      break;
-    }
-    at = s->stop;
-    if (base > 0) {  // Back to the first sequences.
-      k = min(lane, p.n_sequences - 1);
-      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-    }
-  }
-  if (lane == 0) *result = found;
-}
-
-/// Adds up the partial results of n blocks from `first` on.
-template <class C>
-__device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segment& now, int first,
-                                             int n, int share, int longer, const float* slots,
-                                             float* merge_o) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const auto start_of = [&](int b) { return b * share + min(b, longer); };
-  const auto slot_of = [&](int b) {
-    return slots +
-           (2 * static_cast<std::size_t>(b) + (now.low <= start_of(b) ? 0 : 1)) * kSlotFloats;
-  };
-  // Each thread sums four channels over every kSharers-th block. The first loads go out
-  // before the factors are known.
-  constexpr int kFours = C::kHeads * C::kDim / 4;
-  constexpr int kSharers = C::kThreads > kFours ? C::kThreads / kFours : 1;
-  constexpr int kFirst = 4;
-  float4* sums = reinterpret_cast<float4*>(merge_o);
-  float* parts = merge_o + C::kThreads * 4;  // A factor a head and block.
-  const int four = threadIdx.x % kFours, sharer = threadIdx.x / kFours;
-  const int head = four * 4 / C::kDim;
-  const auto load = [&](int b) {
-    return __ldcg(reinterpret_cast<const float4*>(slot_of(first + b)) + four);
-  };
-  float4 early[kFirst];
-#pragma unroll
-  for (int k = 0; k < kFirst; ++k) {
-    if (sharer + k * kSharers < n) early[k] = load(sharer + k * kSharers);
-  }
-  if (warp < now.n_heads) {
-    float m = kLowest, l = 0;
-    for (int b = lane; b < n; b += 32) {
-      const float* s = slot_of(first + b) + C::kHeads * C::kDim + warp;
-      const float own = __ldcg(s), add = __ldcg(s + C::kHeads), top = fmaxf(m, own);
-      l = l * exp2_fast(m - top) + add * exp2_fast(own - top);
-      m = top;
-      parts[b * C::kHeads + warp] = own;
-    }
-    const float top = warp_max(m);
-    l = warp_sum(l * exp2_fast(m - top));
-    const float inverse = l > 0 ? 1.F / l : 0.F;
-    for (int b = lane; b < n; b += 32) {
-      parts[b * C::kHeads + warp] = inverse * exp2_fast(parts[b * C::kHeads + warp] - top);
-    }
-  }
-  __syncthreads();
-  float4 x = make_float4(0, 0, 0, 0);
-  const auto add = [&](int b, const float4& v) {
-    const float f = parts[b * C::kHeads + head];
-    x.x += f * v.x, x.y += f * v.y, x.z += f * v.z, x.w += f * v.w;
-  };
-  if (head < now.n_heads) {
-#pragma unroll
-    for (int k = 0; k < kFirst; ++k) {
-      if (sharer + k * kSharers < n) add(sharer + k * kSharers, early[k]);
-    }
-#pragma unroll 4
-    for (int b = sharer + kFirst * kSharers; b < n; b += kSharers) add(b, load(b));
-  }
-  sums[threadIdx.x] = x;
-  __syncthreads();
-  for (int k = threadIdx.x; k < now.n_heads * C::kDim; k += C::kThreads) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kSharers; ++j) {
-      sum += merge_o[j * kFours * 4 + k];
-    }
-    store(p.out, p.out_type, static_cast<std::size_t>(now.row) * C::kDim + k, sum);
   }
 }
 
@@ -617,89 +375,5 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
   }
   zero_empty<C>(p, n_blocks);
 }
-
-/// What prepare() asks of each format's file.
-struct KernelChoice {
-  const void* function = nullptr;
-  int threads = 0;
-  int shared_bytes = 0;
-  int resident = 1;
-  /// Blocks that one pair's merge has room for.
-  int most_blocks = 1;
-};
-template <class C>
-KernelChoice choose() {
-  return {reinterpret_cast<const void*>(&decode_kernel<C>), C::kThreads, C::kSharedBytes,
-          C::kResident, (C::kWarps * C::kMergeStride - C::kThreads) * 4 / C::kHeads};
-}
-template <Sealed kFormat, class T, int kGroup, int... kSubs>
-KernelChoice choose_shape(int dim, int sets) {
-  if (dim == 128) {
-    if (sets == 1) return choose<Config<kFormat, T, 128, kGroup, 1, kSubs...>>();
-#ifndef KVPOOL_CUDA_FEW
-    return choose<Config<kFormat, T, 128, kGroup, 2, kSubs...>>();
-#endif
-  }
-#ifndef KVPOOL_CUDA_FEW
-  if (dim == 64) {
-    return sets == 1 ? choose<Config<kFormat, T, 64, kGroup, 1, kSubs...>>()
-                     : choose<Config<kFormat, T, 64, kGroup, 2, kSubs...>>();
-  }
-#endif
-  return {};
-}
-template <Sealed kFormat>
-KernelChoice choose_format(const Geometry& geometry, int sets) {
-  const bool wide = is_affine(kFormat) || is_kivi(kFormat) ? geometry.group_size == 64 : false;
-#ifdef KVPOOL_CUDA_FEW
-  if (wide || geometry.raw == Element::kFp16) return {};
-  return choose_shape<kFormat, __nv_bfloat16, 32>(geometry.head_dim, sets);
-#else
-  if constexpr (is_affine(kFormat) || is_kivi(kFormat)) {
-    if (wide) {
-      return geometry.raw == Element::kFp16
-                 ? choose_shape<kFormat, __half, 64>(geometry.head_dim, sets)
-                 : choose_shape<kFormat, __nv_bfloat16, 64>(geometry.head_dim, sets);
-    }
-  }
-  return geometry.raw == Element::kFp16
-             ? choose_shape<kFormat, __half, 32>(geometry.head_dim, sets)
-             : choose_shape<kFormat, __nv_bfloat16, 32>(geometry.head_dim, sets);
-#endif
-}
-
-template <int kKeySub, int kValueSub>
-KernelChoice choose_codes(const Geometry& geometry, int sets) {
-#ifndef KVPOOL_CUDA_FEW
-  if (geometry.raw == Element::kFp16) {
-    return choose_shape<Sealed::kVector, __half, 32, kKeySub, kValueSub>(geometry.head_dim, sets);
-  }
-#endif
-  return choose_shape<Sealed::kVector, __nv_bfloat16, 32, kKeySub, kValueSub>(geometry.head_dim,
-                                                                              sets);
-}
-template <int kKeySub>
-KernelChoice choose_vector(const Geometry& geometry, int sets) {
-  switch (geometry.value_sub) {
-    case 2:
-      return choose_codes<kKeySub, 2>(geometry, sets);
-    case 4:
-      return choose_codes<kKeySub, 4>(geometry, sets);
-    case 8:
-      return choose_codes<kKeySub, 8>(geometry, sets);
-    default:
-      return {};
-  }
-}
-
-KernelChoice choose_raw(const Geometry&, int sets);
-KernelChoice choose_int8(const Geometry&, int sets);
-KernelChoice choose_int4(const Geometry&, int sets);
-KernelChoice choose_int2(const Geometry&, int sets);
-KernelChoice choose_kivi4(const Geometry&, int sets);
-KernelChoice choose_kivi2(const Geometry&, int sets);
-KernelChoice choose_vector_keys2(const Geometry&, int sets);
-KernelChoice choose_vector_keys4(const Geometry&, int sets);
-KernelChoice choose_vector_keys8(const Geometry&, int sets);
 
 }  // namespace kvpool::cuda

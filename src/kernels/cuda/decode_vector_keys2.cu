@@ -1,4 +1,4 @@
-#include "kernels/cuda/decode_kernel.cuh"
+#include "kernels/cuda/decode_instances.cuh"
 
 namespace kvpool::cuda {
 KernelChoice choose_vector_keys2(const Geometry& geometry, int sets) {

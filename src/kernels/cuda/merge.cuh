@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/cuda/config.cuh"
+#include "kernels/cuda/primitives.cuh"
+#include "kernels/cuda/segment.cuh"
+
+namespace kvpool::cuda {
+
+__device__ __forceinline__ void store(void* out, Element type, std::size_t at, float x) {
+  if (type == Element::kFp32) {
+    static_cast<float*>(out)[at] = x;
+  } else if (type == Element::kFp16) {
+    static_cast<__half*>(out)[at] = __float2half_rn(x);
+  } else {
+    static_cast<__nv_bfloat16*>(out)[at] = __float2bfloat16_rn(x);
+  }
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) x += __shfl_xor_sync(kAllLanes, x, d);
+  return x;
+}
+
+/// Raw tiles beside sealed ones: few, read straight from memory.
+
+/// Zeros for sequences without tokens, shared out among the blocks.
+template <class C>
+__device__ __noinline__ void zero_empty(const DecodeParams& p, int n_blocks) {
+  for (int s = blockIdx.x; s < p.n_sequences; s += n_blocks) {
+    if (p.cost_before[s + 1] != p.cost_before[s]) continue;
+    const int row = p.n_kv_heads * p.group * C::kDim;
+    for (int k = threadIdx.x; k < row; k += C::kThreads) {
+      store(p.out, p.out_type, static_cast<std::size_t>(s) * row + k, 0.F);
+    }
+  }
+}
+
+/// Adds up the partial results of n blocks from `first` on.
+template <class C>
+__device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segment& now, int first,
+                                             int n, int share, int longer, const float* slots,
+                                             float* merge_o) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const auto start_of = [&](int b) { return b * share + min(b, longer); };
+  const auto slot_of = [&](int b) {
+    return slots +
+           (2 * static_cast<std::size_t>(b) + (now.low <= start_of(b) ? 0 : 1)) * kSlotFloats;
+  };
+  // Each thread sums four channels over every kSharers-th block. The first loads go out
+  // before the factors are known.
+  constexpr int kFours = C::kHeads * C::kDim / 4;
+  constexpr int kSharers = C::kThreads > kFours ? C::kThreads / kFours : 1;
+  constexpr int kFirst = 4;
+  float4* sums = reinterpret_cast<float4*>(merge_o);
+  float* parts = merge_o + C::kThreads * 4;  // A factor a head and block.
+  const int four = threadIdx.x % kFours, sharer = threadIdx.x / kFours;
+  const int head = four * 4 / C::kDim;
+  const auto load = [&](int b) {
+    return __ldcg(reinterpret_cast<const float4*>(slot_of(first + b)) + four);
+  };
+  float4 early[kFirst];
+#pragma unroll
+  for (int k = 0; k < kFirst; ++k) {
+    if (sharer + k * kSharers < n) early[k] = load(sharer + k * kSharers);
+  }
+  if (warp < now.n_heads) {
+    float m = kLowest, l = 0;
+    for (int b = lane; b < n; b += 32) {
+      const float* s = slot_of(first + b) + C::kHeads * C::kDim + warp;
+      const float own = __ldcg(s), add = __ldcg(s + C::kHeads), top = fmaxf(m, own);
+      l = l * exp2_fast(m - top) + add * exp2_fast(own - top);
+      m = top;
+      parts[b * C::kHeads + warp] = own;
+    }
+    const float top = warp_max(m);
+    l = warp_sum(l * exp2_fast(m - top));
+    const float inverse = l > 0 ? 1.F / l : 0.F;
+    for (int b = lane; b < n; b += 32) {
+      parts[b * C::kHeads + warp] = inverse * exp2_fast(parts[b * C::kHeads + warp] - top);
+    }
+  }
+  __syncthreads();
+  float4 x = make_float4(0, 0, 0, 0);
+  const auto add = [&](int b, const float4& v) {
+    const float f = parts[b * C::kHeads + head];
+    x.x += f * v.x, x.y += f * v.y, x.z += f * v.z, x.w += f * v.w;
+  };
+  if (head < now.n_heads) {
+#pragma unroll
+    for (int k = 0; k < kFirst; ++k) {
+      if (sharer + k * kSharers < n) add(sharer + k * kSharers, early[k]);
+    }
+#pragma unroll 4
+    for (int b = sharer + kFirst * kSharers; b < n; b += kSharers) add(b, load(b));
+  }
+  sums[threadIdx.x] = x;
+  __syncthreads();
+  for (int k = threadIdx.x; k < now.n_heads * C::kDim; k += C::kThreads) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kSharers; ++j) {
+      sum += merge_o[j * kFours * 4 + k];
+    }
+    store(p.out, p.out_type, static_cast<std::size_t>(now.row) * C::kDim + k, sum);
+  }
+}
+
+}  // namespace kvpool::cuda
