@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find include src bindings cmake python -type f \
 	-not -name '*.pyc' -not -path '*/__pycache__/*') CMakeLists.txt pyproject.toml
 
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
+
 # Run once more on MLX's own ops.
 PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kivi.py route.py \
 	vecinfer_cache.py vecinfer_kv_cache.py)
@@ -22,8 +24,8 @@ test: build $(ARM64)  ## Every test: C++, Python, installed package.
 	cmake --preset dev
 	cmake --build --preset dev
 	ctest --preset dev -j$(shell nproc)
-	$(BIN)/python -m pytest
-	KVPOOL_KERNELS=ops $(BIN)/python -m pytest $(PAGED_TESTS)
+	$(PYTEST)
+	KVPOOL_KERNELS=ops $(PYTEST) $(PAGED_TESTS)
 	$(BIN)/python tests/install/run.py build/wheel build/install
 
 arm64: $(VENV)/.ready  ## The kernels' tests for 64-bit ARM, by a cross compiler and QEMU.

@@ -32,9 +32,8 @@ kvpool_test(paged_test kvpool::kvpool
   codec/vecinfer_codebooks_test.cpp
   sequence/aliasing_test.cpp)
 target_include_directories(paged_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
-gtest_discover_tests(paged_test DISCOVERY_TIMEOUT 60
-  TEST_PREFIX ops. TEST_FILTER "PagedCache.*:PagedAliasing.*:*/VecInferCache.*-*AttentionIs*"
-  PROPERTIES ENVIRONMENT KVPOOL_KERNELS=ops)
+kvpool_test_cases(paged_test ops.
+  "PagedCache.*:PagedAliasing.*:*/VecInferCache.*-*AttentionIs*" KVPOOL_KERNELS=ops)
 
 if(KVPOOL_BUILD_EXAMPLES)
   kvpool_test(examples_test llama_example examples/llama_test.cpp)

@@ -80,9 +80,14 @@ class TestSequence {
     for (int head = 0; head < sizes_.n_kv_heads; ++head) {
       geometry.kv_head = head;
       std::byte* const part = block->data() + as_size(head) * part_bytes;
-      const int n_rows = geometry.format.is_raw() ? n_tokens : geometry.block_size;
-      const auto rows = random_rows(n_rows, geometry.head_dim, seed * 131 + unsigned(head));
-      codec::encode(geometry, rows.data(), n_rows, part);
+      const unsigned head_seed = seed * 131 + unsigned(head);
+      if (geometry.format.is_vector()) {
+        std::ranges::copy(random_codes(geometry, head_seed), part);
+      } else {
+        const int n_rows = geometry.format.is_raw() ? n_tokens : geometry.block_size;
+        const auto rows = random_rows(n_rows, geometry.head_dim, head_seed);
+        codec::encode(geometry, rows.data(), n_rows, part);
+      }
       std::vector<float> back(as_size(n_tokens) * dim);
       codec::decode(geometry, part, 0, n_tokens, back.data());
       for (std::size_t t = 0; t < as_size(n_tokens); ++t) {

@@ -31,8 +31,10 @@ Parts make_parts(const PartGeometry& geometry) {
   const KernelTable& scalar = table_named("scalar");
   Parts parts;
   for (unsigned i = 0; i < 3; ++i) {
-    const auto rows = random_rows(geometry.block_size, geometry.head_dim, 10 + i);
-    auto part = testing::encoded(active(), geometry, rows);
+    auto part = geometry.format.is_vector()
+                    ? testing::random_codes(geometry, 10 + i)
+                    : testing::encoded(active(), geometry,
+                                       random_rows(geometry.block_size, geometry.head_dim, 10 + i));
     const std::vector<float> back = testing::decoded(scalar, geometry, part);
     const int n = i == 0 ? (geometry.block_size + 1) / 2 : geometry.block_size;
     parts.rows.insert(parts.rows.end(), back.begin(), back.begin() + n * geometry.head_dim);
@@ -183,21 +185,18 @@ INSTANTIATE_TEST_SUITE_P(Levels, Products,
                                   testing::label(std::get<1>(test.param));
                          });
 
-INSTANTIATE_TEST_SUITE_P(Levels, RoundedSums,
-                         ::testing::Combine(::testing::ValuesIn(testing::level_names()),
-                                            ::testing::Values(Format{codec::Code::kInt8, 32},
-                                                              Format{codec::Code::kInt4, 64},
-                                                              Format{codec::Code::kInt2, 32},
-                                                              Format{codec::Code::kKivi4},
-                                                              Format{codec::Code::kKivi2},
-                                                              Format{codec::Code::kVecInfer1},
-                                                              Format{codec::Code::kVecInfer1_5},
-                                                              Format{codec::Code::kVecInfer2},
-                                                              Format{codec::Code::kVecInfer4})),
-                         [](const auto& test) {
-                           return std::get<0>(test.param) + "_" +
-                                  testing::label(std::get<1>(test.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Levels, RoundedSums,
+    ::testing::Combine(
+        ::testing::ValuesIn(testing::level_names()),
+        ::testing::Values(Format{codec::Code::kInt8, 32}, Format{codec::Code::kInt4, 64},
+                          Format{codec::Code::kInt2, 32}, Format{codec::Code::kKivi4},
+                          Format{codec::Code::kKivi2}, Format{codec::Code::kVecInfer1},
+                          Format{codec::Code::kVecInfer1_5}, Format{codec::Code::kVecInfer2},
+                          Format{codec::Code::kVecInfer4})),
+    [](const auto& test) {
+      return std::get<0>(test.param) + "_" + testing::label(std::get<1>(test.param));
+    });
 
 }  // namespace
 }  // namespace kvpool::kernels

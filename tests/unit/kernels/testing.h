@@ -150,6 +150,15 @@ inline std::vector<std::byte> encoded(const kernels::KernelTable& table,
   return part;
 }
 
+/// A part of random codes of a vecinfer format, which are codes all: to look for the nearest takes
+/// most of a test's time.
+inline std::vector<std::byte> random_codes(const codec::PartGeometry& geometry, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::byte> part(codec::part_bytes(geometry));
+  for (std::byte& code : part) code = static_cast<std::byte>(random());
+  return part;
+}
+
 inline std::vector<float> decoded(const kernels::KernelTable& table,
                                   const codec::PartGeometry& geometry,
                                   const std::vector<std::byte>& part) {
