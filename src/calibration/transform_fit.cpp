@@ -1,6 +1,7 @@
 #include "calibration/transform_fit.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <numeric>
@@ -11,10 +12,8 @@
 namespace kvpool::calibration {
 namespace {
 
-/// A channel counts as costing this part of the dearest, at least; a variance as this part of the
-/// largest.
+/// A channel counts as costing this part of the dearest, at least.
 constexpr double kLeastCost = 1e-6;
-constexpr double kLeastVariance = 1e-9;
 
 /// The weighted mean of rows (n, dim).
 std::vector<double> mean_of(std::span<const float> rows, std::span<const float> weights) {
@@ -70,26 +69,29 @@ double trace(const std::vector<double>& matrix, std::size_t dim) {
   return sum;
 }
 
-/// Which eigenvector each coded channel is: each in turn, largest variance first, goes to the
-/// sub-vector with room whose product is least.
-std::vector<std::size_t> allocation(const std::vector<double>& variances, std::size_t sub_dim) {
-  const std::size_t dim = variances.size();
+/// The axes, largest variance first, in as many groups as a sub-vector has channels, each group
+/// mixed by a Hadamard matrix, or by several if its size is no power of two; sub-vector i is the
+/// i-th of each group. Every other group is turned round, so that where several matrices mix a group
+/// no sub-vector has all that vary most.
+std::vector<double> dealt(const Eigen& axes, std::size_t sub_dim) {
+  const std::size_t dim = axes.values.size();
   const std::size_t n_subs = dim / sub_dim;
-  const double least = std::max(variances.front() * kLeastVariance, variances.back());
-  std::vector<double> products(n_subs);
-  std::vector<std::vector<std::size_t>> members(n_subs);
+  const std::size_t n_mixed = n_subs & (~n_subs + 1);
+  const double share = 1.0 / std::sqrt(static_cast<double>(n_mixed));
+  std::vector<double> rows;
   for (std::size_t i = 0; i < dim; ++i) {
-    std::size_t best = n_subs;
-    for (std::size_t sub = 0; sub < n_subs; ++sub) {
-      if (members[sub].size() == sub_dim) continue;
-      if (best == n_subs || products[sub] < products[best]) best = sub;
+    const std::size_t sub = i / sub_dim;
+    const std::size_t group = i % sub_dim;
+    std::vector<double> row(dim);
+    for (std::size_t k = 0; k < n_mixed; ++k) {
+      const std::size_t at = sub / n_mixed * n_mixed + k;
+      const std::size_t axis = group * n_subs + (group % 2 == 0 ? at : n_subs - 1 - at);
+      const double factor = std::popcount(sub % n_mixed & k) % 2 == 0 ? share : -share;
+      for (std::size_t d = 0; d < dim; ++d) row[d] += factor * axes.vectors[axis * dim + d];
     }
-    members[best].push_back(i);
-    if (least > 0.0) products[best] += std::log(2.0 * std::max(variances[i], least) / least);
+    rows.insert(rows.end(), row.begin(), row.end());
   }
-  std::vector<std::size_t> order;
-  for (const auto& sub : members) order.insert(order.end(), sub.begin(), sub.end());
-  return order;
+  return rows;
 }
 
 void append_rounded(const double* row, std::size_t dim, std::vector<std::int8_t>& to) {
@@ -124,8 +126,9 @@ FittedTransform fit_keys(std::span<const float> rows, std::span<const float> wei
   const double energy = trace(covariance, dim);
   FittedTransform fitted{scaled(mean, smooth, energy), {}, dearest * energy};
   const Eigen axes = eigen(covariance, dim);
-  for (const std::size_t i : allocation(axes.values, static_cast<std::size_t>(sub_dim))) {
-    append_rounded(axes.vectors.data() + i * dim, dim, fitted.rotation);
+  const std::vector<double> rows_of_rotation = dealt(axes, static_cast<std::size_t>(sub_dim));
+  for (std::size_t i = 0; i < dim; ++i) {
+    append_rounded(rows_of_rotation.data() + i * dim, dim, fitted.rotation);
   }
   codec::set_rotation(fitted.transform, fitted.rotation);
   return fitted;

@@ -25,9 +25,8 @@ FittedTransform fit_values(std::span<const float> rows, std::span<const float> w
 
 /// Keys (n, dim): their mean is taken off; channels are scaled by the root of what their errors
 /// cost, so that an error of what is coded costs the same in each; and what is coded is rotated to
-/// its principal axes, which are dealt to sub-vectors so that the products of their variances are as
-/// equal as may be (Ge et al. 2013, "eigenvalue allocation"): all sub-vectors are coded with as many
-/// bits. Unit energy as for values.
+/// its principal axes, which are dealt to sub-vectors and mixed so that all of these vary alike: they
+/// share a codebook. Unit energy as for values.
 /// @param costs  (dim,), >= 0.
 FittedTransform fit_keys(std::span<const float> rows, std::span<const float> weights,
                          std::span<const double> costs, int sub_dim);

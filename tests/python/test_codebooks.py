@@ -111,7 +111,7 @@ def test_channels_of_keys_that_queries_ask_for_are_coded_finely():
 
 
 def test_what_is_coded_of_keys_is_shared_out_among_sub_vectors():
-    """Keys that vary in two directions only: no sub-vector gets both."""
+    """Keys that vary in two directions only: each sub-vector gets as much of them."""
     rng = np.random.default_rng(6)
     wide = rng.standard_normal((1, 1, 2000, 2)) @ np.linalg.qr(rng.standard_normal((16, 2)))[0].T * 10
     keys = (wide + 0.1 * rng.standard_normal((1, 1, 2000, 16))).astype(np.float32)
@@ -120,7 +120,7 @@ def test_what_is_coded_of_keys_is_shared_out_among_sub_vectors():
     made = calibrator.train("vecinfer2", n_codebooks=1).keys
     rows = np.linalg.qr(np.array(made.rotation)[0, 0].astype(float).T)[0].T
     energy = (((keys[0, 0] - np.array(made.mean)[0, 0]) @ rows.T) ** 2).mean(0).reshape(4, 4).sum(1)
-    assert (energy > 0.3 * energy.sum()).sum() == 2
+    assert np.abs(energy / energy.sum() - 0.25).max() < 0.05
 
 
 def bits_of(stream):
