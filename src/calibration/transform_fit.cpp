@@ -12,8 +12,10 @@
 namespace kvpool::calibration {
 namespace {
 
-/// A channel counts as costing this part of the dearest, at least.
+/// A channel counts as costing this part of the dearest, at least, and as varying by this part of
+/// the variance that is largest.
 constexpr double kLeastCost = 1e-6;
+constexpr double kLeastVariance = 1e-9;
 
 /// The weighted mean of rows (n, dim).
 std::vector<double> mean_of(std::span<const float> rows, std::span<const float> weights) {
@@ -106,9 +108,21 @@ void append_rounded(const double* row, std::size_t dim, std::vector<std::int8_t>
 
 FittedTransform fit_values(std::span<const float> rows, std::span<const float> weights) {
   const std::vector<double> mean = mean_of(rows, weights);
-  const std::vector<double> smooth(mean.size(), 1.0);
-  const double energy = trace(covariance_of(rows, weights, mean, smooth), mean.size());
-  return {scaled(mean, smooth, energy), {}, energy};
+  const std::size_t dim = mean.size();
+  std::vector<double> smooth(dim, 1.0);
+  const std::vector<double> covariance = covariance_of(rows, weights, mean, smooth);
+  double largest = 0.0;
+  for (std::size_t d = 0; d < dim; ++d) largest = std::max(largest, covariance[d * dim + d]);
+  if (largest == 0.0) return {scaled(mean, smooth, largest), {}, largest};
+  double squares = 0.0;
+  double energy = 0.0;
+  for (std::size_t d = 0; d < dim; ++d) {
+    const double variance = std::max(covariance[d * dim + d], largest * kLeastVariance);
+    smooth[d] = std::sqrt(std::sqrt(variance));
+    squares += smooth[d] * smooth[d];
+    energy += covariance[d * dim + d] / (smooth[d] * smooth[d]);
+  }
+  return {scaled(mean, smooth, energy), {}, energy * squares / static_cast<double>(dim)};
 }
 
 FittedTransform fit_keys(std::span<const float> rows, std::span<const float> weights,

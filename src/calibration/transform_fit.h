@@ -13,13 +13,15 @@ namespace kvpool::calibration {
 struct FittedTransform {
   codec::HeadTransform transform;
   std::vector<std::int8_t> rotation;  ///< What codec::set_rotation() made its rotation of, if any.
-  /// The weighted mean of the squares of rows, their mean taken off, each channel's by its cost (that
-  /// of values is 1): what their errors would cost if nothing were coded.
+  /// What errors as large as what is coded would cost: of keys, each channel's squares by its cost;
+  /// of values, all channels' alike.
   double cost = 0.0;
 };
 
-/// Values (n, dim): their mean is taken off; what is coded has unit energy on average, so that heads
-/// can share a codebook, and goes through the Hadamard transform.
+/// Values (n, dim): their mean is taken off; channels are divided by the root of their standard
+/// deviation, since the errors of what goes through the Hadamard transform come back alike in all, and
+/// are multiplied by the same: so their sum is least. What is coded has unit energy on average, so
+/// that heads can share a codebook.
 /// @param weights  (n,), >= 0, some above 0: what each row counts in means.
 FittedTransform fit_values(std::span<const float> rows, std::span<const float> weights);
 

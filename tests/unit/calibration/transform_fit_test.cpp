@@ -44,8 +44,19 @@ TEST(TransformFit, WhatIsCodedHasUnitEnergy) {
     const std::vector<double> energy = channel_energy(rows);
     EXPECT_NEAR(std::accumulate(energy.begin(), energy.end(), 0.0), kDim, 1e-2);
     EXPECT_NEAR(fitted.transform.mean[5], 5.0F, 0.2F);
-    const double all = 4.0 * (1 + 4 + 16 + 64);
-    EXPECT_NEAR(fitted.cost, (fitted.rotation.empty() ? 1.0 : 3.0) * all, 0.1 * fitted.cost);
+    const double deviations = 4.0 * (1 + 2 + 4 + 8);
+    const double of_values = deviations * deviations / kDim;
+    const double of_keys = 3.0 * 4.0 * (1 + 4 + 16 + 64);
+    EXPECT_NEAR(fitted.cost, fitted.rotation.empty() ? of_values : of_keys, 0.1 * fitted.cost);
+  }
+}
+
+TEST(TransformFit, ChannelsOfValuesAreDividedByTheRootOfTheirDeviation) {
+  const std::vector<float> weights(kTokens, 1.0F);
+  const std::vector<float> smooth = fit_values(some_rows(), weights).transform.smooth;
+  for (std::size_t d = 0; d < kDim; ++d) {
+    const double expected = std::exp2(0.5 * static_cast<double>(d / 4));
+    EXPECT_NEAR(smooth[d] / smooth[0], expected, 0.05 * expected) << d;
   }
 }
 
@@ -95,11 +106,14 @@ TEST(TransformFit, ChannelsAreScaledByTheRootOfTheirCost) {
 
 TEST(TransformFit, RowsThatAreAllTheSameHaveATransform) {
   const std::vector<float> weights(10, 1.0F);
-  std::vector<float> rows(10 * kDim, 3.0F);
-  const FittedTransform fitted = fit_keys(rows, weights, std::vector<double>(kDim, 1.0), 8);
-  EXPECT_EQ(fitted.cost, 0.0);
-  transform_rows(fitted.transform, rows);
-  for (const float x : rows) EXPECT_EQ(x, 0.0F);
+  const std::vector<float> same(10 * kDim, 3.0F);
+  for (const auto& fitted : {fit_keys(same, weights, std::vector<double>(kDim, 1.0), 8),
+                             fit_values(same, weights)}) {
+    EXPECT_EQ(fitted.cost, 0.0);
+    std::vector<float> rows = same;
+    transform_rows(fitted.transform, rows);
+    for (const float x : rows) EXPECT_EQ(x, 0.0F);
+  }
 }
 
 }  // namespace
