@@ -8,57 +8,112 @@ namespace {
 
 using codec::Role;
 
-/// While many are scaled together, the latency of one hides behind the others.
+/// Parts whose queries are scaled together, so that the latency of one hides behind the others.
 constexpr std::size_t kPartsAtOnce = 4;
+constexpr int kMostVectors = codec::kMaxHeadDim / 16;
 
 int n_vectors(const PartShape& shape) { return (shape.head_dim + 15) / 16; }
 
-/// A query times the scales of a part, and its product with the biases.
+/// A query times the scales of a part, in its run's steps, and its product with the biases.
 struct ScaledQuery {
-  float step;
   float bias;
-  alignas(64) std::int32_t digits[codec::kMaxHeadDim / 16][kDigitWords];
+  alignas(64) std::int32_t digits[kMostVectors][kDigitWords];
 };
 
-template <int kBits, int kQueries>
-void scale_queries(const PartShape& shape, const std::byte* part, const float* queries,
-                   ScaledQuery (&scaled)[kQueries]) {
-  const std::size_t query_stride = n_steps(shape) * kStep;
-  const std::byte* const biases_at = part + channel_bytes(shape) / 2;
-  const int n = n_vectors(shape);
-  __m512 products[kQueries][codec::kMaxHeadDim / 16];
-  __m512 largest[kQueries];
-  __m512 biases[kQueries];
-  for (int q = 0; q < kQueries; ++q) {
-    largest[q] = _mm512_set1_ps(1e-30F);
-    biases[q] = _mm512_setzero_ps();
+/// The largest scale of each channel in a run.
+struct LargestScales {
+  __m512 of[kMostVectors];
+
+  LargestScales(const PartShape& shape, const PartRun& run) {
+    for (int v = 0; v < n_vectors(shape); ++v) {
+      const __mmask16 mask = first_lanes(shape.head_dim - 16 * v);
+      __m256i most = _mm256_setzero_si256();
+      for (std::size_t p = 0; p < run.n_parts; ++p) {
+        most = _mm256_max_epu16(most, _mm256_maskz_loadu_epi16(mask, run.parts[p] + 32 * v));
+      }
+      of[v] = _mm512_cvtph_ps(most);
+    }
   }
-  for (int v = 0; v < n; ++v) {
-    const __mmask16 mask = first_lanes(shape.head_dim - 16 * v);
-    const __m512 scale = load_halves(part + 32 * v, mask);
-    const __m512 bias = load_halves(biases_at + 32 * v, mask);
+};
+
+/// Queries in steps that make their largest product with a scale of the run kLargest. One step for
+/// all parts: what is rounded off is small beside the largest score.
+template <int kQueries>
+struct RunQueries {
+  const float* queries;
+  std::size_t stride;
+  float steps[kQueries];
+  __m512 in_steps[kQueries][kMostVectors];
+
+  RunQueries(const PartShape& shape, const LargestScales& scales, const float* fp32_queries)
+      : queries(fp32_queries), stride(n_steps(shape) * kStep) {
     for (int q = 0; q < kQueries; ++q) {
-      const __m512 x = _mm512_load_ps(queries + as_size(q) * query_stride + as_size(16 * v));
-      products[q][v] = _mm512_mul_ps(x, scale);
-      largest[q] = _mm512_max_ps(largest[q], _mm512_abs_ps(products[q][v]));
-      biases[q] = _mm512_fmadd_ps(x, bias, biases[q]);
+      __m512 largest = _mm512_set1_ps(1e-30F);
+      for (int v = 0; v < n_vectors(shape); ++v) {
+        largest = _mm512_max_ps(largest, _mm512_mul_ps(_mm512_abs_ps(at(q, v)), scales.of[v]));
+      }
+      steps[q] = _mm512_reduce_max_ps(largest) / kLargest;
+      const __m512 per_step = _mm512_set1_ps(1.0F / steps[q]);
+      for (int v = 0; v < n_vectors(shape); ++v) {
+        in_steps[q][v] = _mm512_mul_ps(at(q, v), per_step);
+      }
+    }
+  }
+
+  __m512 at(int q, int v) const {
+    return _mm512_load_ps(queries + as_size(q) * stride + as_size(16 * v));
+  }
+};
+
+/// The sums of four vectors.
+__m128 sums_of(const __m512 (&vectors)[kPartsAtOnce]) {
+  const __m512 twos[2] = {_mm512_add_ps(_mm512_unpacklo_ps(vectors[0], vectors[1]),
+                                        _mm512_unpackhi_ps(vectors[0], vectors[1])),
+                          _mm512_add_ps(_mm512_unpacklo_ps(vectors[2], vectors[3]),
+                                        _mm512_unpackhi_ps(vectors[2], vectors[3]))};
+  const __m512 fours = _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x44),
+                                     _mm512_shuffle_ps(twos[0], twos[1], 0xEE));
+  const __m256 halves =
+      _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
+/// Scales the queries for n parts, at most kPartsAtOnce.
+template <int kBits, int kQueries>
+void scale_queries(const PartShape& shape, const std::byte* const* parts, std::size_t n,
+                   const RunQueries<kQueries>& queries,
+                   ScaledQuery (&scaled)[kPartsAtOnce][kQueries]) {
+  const std::size_t biases_at = channel_bytes(shape) / 2;
+  __m512 biases[kQueries][kPartsAtOnce];
+  for (auto& of_query : biases) {
+    for (__m512& bias : of_query) bias = _mm512_setzero_ps();
+  }
+  for (int v = 0; v < n_vectors(shape); ++v) {
+    const __mmask16 mask = first_lanes(shape.head_dim - 16 * v);
+    for (std::size_t i = 0; i < kPartsAtOnce; ++i) {
+      if (i >= n) break;
+      const __m512 scale = load_halves(parts[i] + 32 * v, mask);
+      const __m512 bias = load_halves(parts[i] + biases_at + 32 * v, mask);
+      for (int q = 0; q < kQueries; ++q) {
+        store_digits<kBits>(
+            _mm512_fmadd_ps(queries.in_steps[q][v], scale, _mm512_set1_ps(128.0F)),
+            scaled[i][q].digits[v]);
+        biases[q][i] = _mm512_fmadd_ps(queries.at(q, v), bias, biases[q][i]);
+      }
     }
   }
   for (int q = 0; q < kQueries; ++q) {
-    scaled[q].step = _mm512_reduce_max_ps(largest[q]) / kLargest;
-    scaled[q].bias = _mm512_reduce_add_ps(biases[q]);
-    const __m512 per_step = _mm512_set1_ps(1.0F / scaled[q].step);
-    for (int v = 0; v < n; ++v) {
-      store_digits<kBits>(_mm512_fmadd_ps(products[q][v], per_step, _mm512_set1_ps(128.0F)),
-                          scaled[q].digits[v]);
-    }
+    alignas(16) float sums[kPartsAtOnce];
+    _mm_store_ps(sums, sums_of(biases[q]));
+    for (std::size_t i = 0; i < n; ++i) scaled[i][q].bias = sums[i];
   }
 }
 
 /// Scores of kTiles full tiles, one behind the other.
 template <int kBits, int kQueries, int kTiles>
 void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t tile_bytes,
-                 const ScaledQuery* queries, float* scores, std::size_t stride) {
+                 const ScaledQuery* queries, const float* steps, float* scores,
+                 std::size_t stride) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
   DigitSums<kTiles> products[kQueries];
   for (int v = 0; v < n_vectors(shape); ++v) {
@@ -81,7 +136,7 @@ void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t til
   for (int q = 0; q < kQueries; ++q) {
     for (int i = 0; i < kTiles; ++i) {
       _mm512_storeu_ps(scores + as_size(q) * stride + as_size(i * kTileTokens),
-                       _mm512_fmadd_ps(products[q].total(i), _mm512_set1_ps(queries[q].step),
+                       _mm512_fmadd_ps(products[q].total(i), _mm512_set1_ps(steps[q]),
                                        _mm512_set1_ps(queries[q].bias)));
     }
   }
@@ -89,8 +144,8 @@ void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t til
 
 template <int kBits, int kQueries>
 void score_part(const PartShape& shape, const std::byte* part, int n_tokens,
-                const std::byte* fp32_queries, const ScaledQuery* scaled, float* to,
-                std::size_t stride, Ahead& ahead) {
+                const std::byte* fp32_queries, const ScaledQuery* scaled, const float* steps,
+                float* to, std::size_t stride, Ahead& ahead) {
   const std::size_t tile_bytes = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
   // Values have scales and biases in each tile.
   const std::size_t value_tile_bytes = tile_bytes + group_bytes(shape, kTileTokens);
@@ -99,12 +154,12 @@ void score_part(const PartShape& shape, const std::byte* part, int n_tokens,
   for (; t + kTileTokens < n_tokens && t + 2 * kTileTokens <= shape.block_size;
        t += 2 * kTileTokens) {
     ahead.fetch(2 * value_tile_bytes);
-    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, to + t, stride);
+    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, steps, to + t, stride);
     tile += 2 * tile_bytes;
   }
   if (t < n_tokens && t + kTileTokens <= shape.block_size) {
     ahead.fetch(value_tile_bytes);
-    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, to + t, stride);
+    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, steps, to + t, stride);
     t += kTileTokens;
   }
   if (t < n_tokens) {
@@ -118,20 +173,19 @@ void score_part(const PartShape& shape, const std::byte* part, int n_tokens,
 template <int kBits>
 void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
             float* out, std::size_t stride) {
+  const LargestScales scales(shape, run);
   Ahead ahead(run);
   for_query_chunks(n_queries, [&](int first, auto n) {
-    const std::byte* const queries = prepared + fp32_query_bytes(shape, first);
+    const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
+    const RunQueries<n()> queries(shape, scales, reinterpret_cast<const float*>(fp32_queries));
     float* to = out + as_size(first) * stride;
     ScaledQuery scaled[kPartsAtOnce][n()];
     for (std::size_t p = 0; p < run.n_parts; p += kPartsAtOnce) {
       const std::size_t end = p + kPartsAtOnce < run.n_parts ? p + kPartsAtOnce : run.n_parts;
+      scale_queries<kBits, n()>(shape, run.parts + p, end - p, queries, scaled);
       for (std::size_t i = p; i < end; ++i) {
-        scale_queries<kBits, n()>(shape, run.parts[i], reinterpret_cast<const float*>(queries),
-                                  scaled[i - p]);
-      }
-      for (std::size_t i = p; i < end; ++i) {
-        score_part<kBits, n()>(shape, run.parts[i], run.n_tokens[i], queries, scaled[i - p], to,
-                               stride, ahead);
+        score_part<kBits, n()>(shape, run.parts[i], run.n_tokens[i], fp32_queries, scaled[i - p],
+                               queries.steps, to, stride, ahead);
         to += run.n_tokens[i];
       }
     }
