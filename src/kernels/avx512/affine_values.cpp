@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/avx2/avx2.h"
 #include "kernels/avx512/common.h"
 #include "kernels/avx512/decode.h"
@@ -25,14 +27,13 @@ float largest_half(__m256i halves) {
 
 /// Sums for kQueries queries, a few tiles at a time. Products of weights and scales become
 /// numbers of 16 bits, unsigned here, in steps of the largest weight times the largest scale; then
-/// each vector of channels goes through the tiles in registers.
-/// What rounding takes from one number is carried over to the same lane of the next tile, so that
-/// many small weights do not vanish. Codes of 8 bits are made signed, with the bias of the middle
-/// code.
+/// each vector of channels goes through the tiles in registers. Codes of 8 bits are made signed, with
+/// the bias of the middle code.
 template <int kBits, int kQueries>
 class Sums {
  public:
-  explicit Sums(const PartShape& shape) : shape_(shape) {
+  /// `stride` lies between the weights of one query and the next.
+  Sums(const PartShape& shape, std::size_t stride) : shape_(shape), stride_(stride) {
     for (int g = 0; g < n_groups(shape); ++g) {
       for (__m512& bias : biases_[g]) bias = _mm512_setzero_ps();
     }
@@ -41,96 +42,92 @@ class Sums {
     }
   }
 
-  /// Adds a full tile of which the tokens in `mask` count.
-  void add(const std::byte* tile, const float* weights, std::size_t stride, __mmask16 mask) {
-    for (int q = 0; q < kQueries; ++q) {
-      weights_[q][n_tiles_] = _mm512_maskz_loadu_ps(mask, weights + as_size(q) * stride);
-    }
-    tiles_[n_tiles_++] = tile;
+  /// Adds a full tile of which the tokens in `mask` count. The weights must stay until add_to().
+  void add(const std::byte* tile, const float* weights, __mmask16 mask) {
+    tiles_[n_tiles_++] = {tile, weights, mask};
     if (n_tiles_ == kMostTiles) flush();
   }
 
   void add_to(float* out) {
     flush();
-    const std::size_t dim = as_size(shape_.head_dim);
+    const int dim = shape_.head_dim;
     for (int q = 0; q < kQueries; ++q, out += dim) {
       for (int g = 0; g < n_groups(shape_); ++g) {
-        const float bias = _mm512_reduce_add_ps(biases_[g][q]);
-        const std::size_t end = as_size((g + 1) * shape_.group_size);
-        for (std::size_t d = as_size(g * shape_.group_size); d < dim && d < end; ++d) {
-          out[d] += values_[q][d] + bias;
+        const __m512 bias = _mm512_set1_ps(_mm512_reduce_add_ps(biases_[g][q]));
+        const int end = std::min(dim, (g + 1) * shape_.group_size);
+        for (int d = g * shape_.group_size; d < end; d += 16) {
+          const __mmask16 mask = first_lanes(end - d);
+          const __m512 sum = _mm512_add_ps(_mm512_load_ps(values_[q] + d), bias);
+          _mm512_mask_storeu_ps(out + d, mask,
+                                _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out + d), sum));
         }
       }
     }
   }
 
  private:
-  static constexpr float kMiddle = kBits == 8 ? 128.0F : 0.0F;
-  /// What is carried over at last counts as if of a middle code.
-  static constexpr float kMiddleLeft = kBits == 8 ? 0.0F : 0.5F * ((1 << kBits) - 1);
+  struct Tile {
+    const std::byte* at;
+    const float* weights;
+    __mmask16 mask;
+  };
+
   /// Of an unsigned number, with room for rounding.
   static constexpr float kMostSteps = 65530.0F;
 
-  /// Keeps reciprocals finite where there is nothing to add.
-  static float at_least(float x) { return x > 1e-30F ? x : 1e-30F; }
+  /// What is less counts as this, so that reciprocals stay finite.
+  static constexpr float kLeastWeight = 1e-25F;
+  static constexpr float kLeastScale = 0x1p-24F;
+
+  __m512 weights(const Tile& tile, int query) const {
+    return _mm512_maskz_loadu_ps(tile.mask, tile.weights + as_size(query) * stride_);
+  }
 
   void flush() {
     if (n_tiles_ == 0) return;
-    __m512 part_of_largest[kQueries][kMostTiles];
     float largest_weight[kQueries];
     for (int q = 0; q < kQueries; ++q) {
-      __m512 largest = weights_[q][0];
-      for (int i = 1; i < n_tiles_; ++i) largest = _mm512_max_ps(largest, weights_[q][i]);
-      largest_weight[q] = at_least(_mm512_reduce_max_ps(largest));
-      const __m512 inverse = _mm512_set1_ps(1.0F / largest_weight[q]);
-      for (int i = 0; i < n_tiles_; ++i) {
-        part_of_largest[q][i] = _mm512_mul_ps(weights_[q][i], inverse);
-      }
+      __m512 largest = _mm512_set1_ps(kLeastWeight);
+      for (int i = 0; i < n_tiles_; ++i) largest = _mm512_max_ps(largest, weights(tiles_[i], q));
+      largest_weight[q] = _mm512_reduce_max_ps(largest);
     }
     const std::size_t scales = code_bytes(Role::kValues, kBits, kTileTokens, shape_.head_dim);
     const std::size_t biases = scales + group_bytes(shape_, kTileTokens) / 2;
     for (int g = 0; g < n_groups(shape_); ++g) {
-      add_group(g, scales + as_size(g) * 32, biases + as_size(g) * 32, part_of_largest,
-                largest_weight);
+      add_group(g, scales + as_size(g) * 32, biases + as_size(g) * 32, largest_weight);
     }
     n_tiles_ = 0;
   }
 
   void add_group(int g, std::size_t scales, std::size_t biases,
-                 const __m512 (&part_of_largest)[kQueries][kMostTiles],
                  const float (&largest_weight)[kQueries]) {
     __m256i most = _mm256_setzero_si256();
     for (int i = 0; i < n_tiles_; ++i) {
-      const auto* const halves = reinterpret_cast<const __m256i*>(tiles_[i] + scales);
+      const auto* const halves = reinterpret_cast<const __m256i*>(tiles_[i].at + scales);
       most = _mm256_max_epu16(most, _mm256_loadu_si256(halves));
     }
-    const float largest_scale = at_least(largest_half(most));
-    const __m512 inverse = _mm512_set1_ps(kMostSteps / largest_scale);
+    const float largest_scale = std::max(largest_half(most), kLeastScale);
     float steps[kQueries];
+    __m512 per_step[kQueries];
     for (int q = 0; q < kQueries; ++q) {
       steps[q] = largest_weight[q] * largest_scale * (1.0F / kMostSteps);
+      per_step[q] = _mm512_set1_ps(kMostSteps / largest_scale / largest_weight[q]);
     }
-    __m512 carried[kQueries];
-    for (__m512& x : carried) x = _mm512_setzero_ps();
     alignas(64) std::int32_t digits[kMostTiles][kQueries][kDigitWords];
     for (int i = 0; i < n_tiles_; ++i) {
-      const __m512 scale = load_halves(tiles_[i] + scales);
-      const __m512 bias =
-          _mm512_fmadd_ps(scale, _mm512_set1_ps(kMiddle), load_halves(tiles_[i] + biases));
-      const __m512 number = _mm512_mul_ps(scale, inverse);
+      const __m512 scale = load_halves(tiles_[i].at + scales);
+      __m512 bias = load_halves(tiles_[i].at + biases);
+      if constexpr (kBits == 8) bias = _mm512_fmadd_ps(scale, _mm512_set1_ps(128.0F), bias);
+      const __m512 dither = kDither.at(i * kTileTokens);
       for (int q = 0; q < kQueries; ++q) {
-        const __m512 exact = _mm512_fmadd_ps(part_of_largest[q][i], number, carried[q]);
-        store_unsigned_digits<kBits>(exact, digits[i][q]);
-        carried[q] = _mm512_sub_ps(exact, _mm512_roundscale_ps(exact, _MM_FROUND_TO_NEAREST_INT));
-        biases_[g][q] = _mm512_fmadd_ps(weights_[q][i], bias, biases_[g][q]);
+        const __m512 weight = weights(tiles_[i], q);
+        const __m512 scaled = _mm512_mul_ps(scale, weight);
+        store_unsigned_digits<kBits>(_mm512_fmadd_ps(scaled, per_step[q], dither), digits[i][q]);
+        biases_[g][q] = _mm512_fmadd_ps(weight, bias, biases_[g][q]);
       }
     }
-    for (int q = 0; q < kQueries; ++q) {
-      biases_[g][q] =
-          _mm512_fmadd_ps(carried[q], _mm512_set1_ps(kMiddleLeft * steps[q]), biases_[g][q]);
-    }
     const int dim = shape_.head_dim;
-    const int end = (g + 1) * shape_.group_size < dim ? (g + 1) * shape_.group_size : dim;
+    const int end = std::min(dim, (g + 1) * shape_.group_size);
     const auto load = [](const std::byte* at) { return _mm512_loadu_si512(at); };
     int d = g * shape_.group_size;
     for (; d + 32 <= end; d += 32) add_vectors<2>(d, load, digits, steps);
@@ -151,7 +148,7 @@ class Sums {
     const std::size_t row_bytes = 4 * as_size(shape_.head_dim);
     DigitSums<kVectors> products[kQueries];
     for (int i = 0; i < n_tiles_; ++i) {
-      const std::byte* const at = tiles_[i] + 4 * d;
+      const std::byte* const at = tiles_[i].at + 4 * d;
       for (int word = 0; word < kWords<kBits>; ++word) {
         __m512i words[kVectors];
         for (int v = 0; v < kVectors; ++v) {
@@ -181,9 +178,9 @@ class Sums {
   }
 
   const PartShape& shape_;
+  std::size_t stride_;
   int n_tiles_ = 0;
-  const std::byte* tiles_[kMostTiles];
-  __m512 weights_[kQueries][kMostTiles];
+  Tile tiles_[kMostTiles];
   /// Of weight * bias, a lane a token.
   __m512 biases_[kMostGroups][kQueries];
   alignas(64) float values_[kQueries][codec::kMaxHeadDim];
@@ -193,13 +190,13 @@ template <int kBits, int kQueries>
 void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* weights,
                       std::size_t stride, float* out, Ahead& ahead) {
   const std::size_t tile_bytes = affine_tile_bytes(Role::kValues, kBits, shape, kTileTokens);
-  Sums<kBits, kQueries> sums(shape);
+  Sums<kBits, kQueries> sums(shape, stride);
   for (std::size_t p = 0; p < run.n_parts; ++p) {
     const int n_tokens = run.n_tokens[p];
     int t = 0;
     for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
       ahead.fetch(tile_bytes);
-      sums.add(run.parts[p] + as_size(t / kTileTokens) * tile_bytes, weights + t, stride,
+      sums.add(run.parts[p] + as_size(t / kTileTokens) * tile_bytes, weights + t,
                first_lanes(n_tokens - t));
     }
     if (t < n_tokens) {

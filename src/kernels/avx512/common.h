@@ -50,6 +50,24 @@ inline __mmask16 first_lanes(int n) {
   return n >= 16 ? __mmask16{0xFFFF} : static_cast<__mmask16>((1U << n) - 1U);
 }
 
+/// Added to numbers before they are rounded, token by token, so that many small ones do not vanish:
+/// of any x, about the fraction x of these take it past the next whole number. Always less than a
+/// half, which leaves zeros zeros.
+struct Dither {
+  static constexpr int kTokens = 256;
+  alignas(64) float of[kTokens] = {};
+  constexpr Dither() {
+    // Multiples of the golden ratio: evenly spread, however few are taken.
+    std::uint32_t fraction = 0;
+    for (float& x : of) {
+      fraction += 0x9E3779B9U;
+      x = static_cast<float>(fraction >> 9U) * 0x1p-23F - 0.4999999F;
+    }
+  }
+  __m512 at(int token) const { return _mm512_load_ps(of + token % kTokens); }
+};
+inline constexpr Dither kDither;
+
 // Products of codes with numbers in fixed point.
 //
 // A number x of 16 bits is 256 * high + low, both signed bytes, so that vpdpbusd multiplies four

@@ -120,19 +120,30 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   }
 }
 
+/// 32-bit sums of 16-bit numbers. A lane takes two: both, the second times 2^16, modulo 2^32, and the
+/// second alone.
+struct PairSums {
+  __m512i both = _mm512_setzero_si512();
+  __m512i second = _mm512_setzero_si512();
+
+  void add(__m512i numbers) {
+    both = _mm512_add_epi32(both, numbers);
+    second = _mm512_add_epi32(second, _mm512_srli_epi32(numbers, 16));
+  }
+  __m512i first() const { return _mm512_sub_epi32(both, _mm512_slli_epi32(second, 16)); }
+};
+
 /// Scores of kBlocks times 64 columns, of which n count.
 template <int kBlocks>
 void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
                   const SubTables* tables, const QueryTables& query, float* scores) {
-  // Columns 0 to 7, 16 to 23, ... are the even eights; a quarter has four of each.
-  __m512i quarters[kBlocks][4];
-  for (auto& of_block : quarters) {
-    for (__m512i& sums : of_block) sums = _mm512_setzero_si512();
-  }
+  // Columns 0 to 7, 16 to 23, ... are the low eights.
+  PairSums low_sums[kBlocks];
+  PairSums high_sums[kBlocks];
   for (int first = 0; first < subs; first += kGroupSubs) {
-    __m512i even[kBlocks];
-    __m512i odd[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) even[b] = odd[b] = _mm512_setzero_si512();
+    __m512i low_eights[kBlocks];
+    __m512i high_eights[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) low_eights[b] = high_eights[b] = _mm512_setzero_si512();
     for (int sub = first; sub < std::min(subs, first + kGroupSubs); ++sub) {
       const ByteTable low(tables[sub].low);
       const ByteTable high(tables[sub].high);
@@ -141,22 +152,25 @@ void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
         const __mmask64 high_bit = _mm512_movepi8_mask(code);
         const __m512i low_bytes = low(code, high_bit);
         const __m512i high_bytes = high(code, high_bit);
-        even[b] = _mm512_add_epi16(even[b], _mm512_unpacklo_epi8(low_bytes, high_bytes));
-        odd[b] = _mm512_add_epi16(odd[b], _mm512_unpackhi_epi8(low_bytes, high_bytes));
+        low_eights[b] =
+            _mm512_add_epi16(low_eights[b], _mm512_unpacklo_epi8(low_bytes, high_bytes));
+        high_eights[b] =
+            _mm512_add_epi16(high_eights[b], _mm512_unpackhi_epi8(low_bytes, high_bytes));
       }
     }
-    const __m512i zero = _mm512_setzero_si512();
     for (int b = 0; b < kBlocks; ++b) {
-      const __m512i words[4] = {
-          _mm512_unpacklo_epi16(even[b], zero), _mm512_unpackhi_epi16(even[b], zero),
-          _mm512_unpacklo_epi16(odd[b], zero), _mm512_unpackhi_epi16(odd[b], zero)};
-      for (int k = 0; k < 4; ++k) quarters[b][k] = _mm512_add_epi32(quarters[b][k], words[k]);
+      low_sums[b].add(low_eights[b]);
+      high_sums[b].add(high_eights[b]);
     }
   }
   for (int b = 0; b < kBlocks; ++b, n -= kColumns, scores += kColumns) {
+    const __m512i first[2] = {low_sums[b].first(), high_sums[b].first()};
+    const __m512i second[2] = {low_sums[b].second, high_sums[b].second};
     __m512 sums[4];
     for (int k = 0; k < 4; ++k) {
-      sums[k] = _mm512_fmsub_ps(_mm512_cvtepi32_ps(quarters[b][k]), _mm512_set1_ps(query.step),
+      const __m512i numbers = k % 2 == 0 ? _mm512_unpacklo_epi32(first[k / 2], second[k / 2])
+                                         : _mm512_unpackhi_epi32(first[k / 2], second[k / 2]);
+      sums[k] = _mm512_fmsub_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(query.step),
                                 _mm512_set1_ps(query.base));
     }
     store_in_order(sums, n, scores);

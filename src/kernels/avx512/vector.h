@@ -111,7 +111,10 @@ class ByteTable {
   /// With `flip`, each byte x becomes x ^ flip.
   explicit ByteTable(const std::int8_t* bytes, char flip = 0) {
     for (int i = 0; i < 4; ++i) {
-      quarters_[i] = _mm512_xor_si512(_mm512_loadu_si512(bytes + 64 * i), _mm512_set1_epi8(flip));
+      __m512i quarter =
+          _mm512_xor_si512(_mm512_loadu_si512(bytes + 64 * i), _mm512_set1_epi8(flip));
+      asm("" : "+v"(quarter));  // Or it would be read from memory wherever it is used.
+      quarters_[i] = quarter;
     }
   }
   /// `high` is the highest bit of each code.
@@ -147,8 +150,7 @@ struct WeightDigits {
   alignas(64) std::uint8_t low[kChunkColumns];
   alignas(64) std::uint8_t high[kChunkColumns];
 
-  /// Zeros follow the n weights, up to a multiple of 64. What rounding takes from a weight is carried
-  /// over to a later one, so that many small weights do not vanish beside a large one.
+  /// Zeros follow the n weights, up to a multiple of 64.
   void set(const float* weights, int n) {
     __m512 most = _mm512_setzero_ps();
     for (int i = 0; i < n; i += 16) {
@@ -158,15 +160,13 @@ struct WeightDigits {
     constexpr float kMostSteps = 65530.0F;
     step = largest / kMostSteps;
     const __m512 inverse = _mm512_set1_ps(largest > 1e-30F ? kMostSteps / largest : 0.0F);
-    __m512 carried = _mm512_setzero_ps();
     for (int i = 0; i < n; i += 64) {
       __m512i numbers[4];
       for (int k = 0; k < 4; ++k) {
-        const __mmask16 mask = i + 16 * k < n ? first_lanes(n - i - 16 * k) : __mmask16{0};
-        const __m512 weight = _mm512_maskz_loadu_ps(mask, weights + i + 16 * k);
-        const __m512 exact = _mm512_fmadd_ps(weight, inverse, carried);
-        numbers[k] = _mm512_cvtps_epi32(exact);
-        carried = _mm512_sub_ps(exact, _mm512_roundscale_ps(exact, _MM_FROUND_TO_NEAREST_INT));
+        const int token = i + 16 * k;
+        const __mmask16 mask = token < n ? first_lanes(n - token) : __mmask16{0};
+        const __m512 weight = _mm512_maskz_loadu_ps(mask, weights + token);
+        numbers[k] = _mm512_cvtps_epi32(_mm512_fmadd_ps(weight, inverse, kDither.at(token)));
       }
       store_bytes(numbers, low + i, high + i);
     }
