@@ -49,51 +49,78 @@ inline void for_chunks(const PartRun& run, const Take& take) {
   if (chunk.n_columns > 0) take(chunk);
 }
 
-/// 8-bit codes of a chunk, [sub][column], with zeros up to a multiple of kColumns.
+/// 8-bit codes of a chunk by sub-vector and column: where they lie, if blocks make whole halves of
+/// vectors, else copied together. Up to a multiple of kColumns there are codes, if of no token.
 class ChunkCodes {
  public:
   template <int kSubDim>
   void gather(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
-    const int subs = n_subs(kSubDim, shape.head_dim);
+    if (makes_halves(shape, chunk)) {
+      point_at(shape, chunk);
+    } else {
+      copy(n_subs(kSubDim, shape.head_dim), shape, chunk);
+    }
+  }
+
+  /// The codes of 64 columns.
+  __m512i at(int sub, int column) const {
+    const std::byte* const* const halves = halves_.data() + column / kHalf;
+    const std::size_t row = as_size(sub) * stride_;
+    const auto* const first = reinterpret_cast<const __m256i*>(halves[0] + row);
+    const auto* const second = reinterpret_cast<const __m256i*>(halves[1] + row);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(first)),
+                              _mm256_loadu_si256(second), 1);
+  }
+
+ private:
+  static constexpr int kHalf = kColumns / 2;
+  static constexpr int kStride = kChunkColumns + kColumns;
+
+  static bool makes_halves(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+    if (shape.block_size % kHalf != 0) return false;
+    return std::ranges::all_of(chunk.all(), [](const Piece& piece) {
+      return piece.first_token % kHalf == 0 && piece.column % kHalf == 0;
+    });
+  }
+
+  void point_at(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+    stride_ = as_size(shape.block_size);
+    std::size_t n = 0;
+    for (const Piece& piece : chunk.all()) {
+      for (int t = 0; t < piece.n_tokens; t += kHalf) {
+        halves_[n++] = piece.part + piece.first_token + t;
+      }
+    }
+    halves_[n] = halves_[n - 1];
+  }
+
+  void copy(int subs, const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+    stride_ = kStride;
+    for (std::size_t i = 0; i < halves_.size(); ++i) halves_[i] = codes_ + i * kHalf;
     const auto block_size = as_size(shape.block_size);
     for (const Piece& piece : chunk.all()) {
       const std::byte* from = piece.part + piece.first_token;
-      std::uint8_t* to = codes_ + piece.column;
-      const auto copy_rows = [&](const auto& copy) {
-        for (int sub = 0; sub < subs; ++sub, from += block_size, to += kStride) copy(from, to);
+      std::byte* to = codes_ + piece.column;
+      const auto copy_rows = [&](const auto& copy_row) {
+        for (int sub = 0; sub < subs; ++sub, from += block_size, to += kStride) copy_row(from, to);
       };
       if (piece.n_tokens == 16) {
         copy_rows(copy_16);
-      } else if (piece.n_tokens == 32) {
-        copy_rows(copy_32);
       } else {
         const int n = piece.n_tokens;
-        copy_rows([n](const std::byte* a, std::uint8_t* b) { copy_any(a, n, b); });
+        copy_rows([n](const std::byte* a, std::byte* b) { copy_any(a, n, b); });
       }
     }
     for (int sub = 0; sub < subs; ++sub) {
       _mm512_storeu_si512(codes_ + sub * kStride + chunk.n_columns, _mm512_setzero_si512());
     }
   }
-
-  /// The codes of 64 columns.
-  __m512i at(int sub, int column) const {
-    return _mm512_load_si512(codes_ + sub * kStride + column);
-  }
-
- private:
-  static constexpr int kStride = kChunkColumns + 64;
-
-  static void copy_16(const std::byte* from, std::uint8_t* to) {
+  static void copy_16(const std::byte* from, std::byte* to) {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
   }
-  static void copy_32(const std::byte* from, std::uint8_t* to) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
-  }
   /// May write zeros after the last, to be overwritten by what comes next.
-  static void copy_any(const std::byte* from, int n, std::uint8_t* to) {
+  static void copy_any(const std::byte* from, int n, std::byte* to) {
     for (; n >= 64; n -= 64, from += 64, to += 64) {
       _mm512_storeu_si512(to, _mm512_loadu_si512(from));
     }
@@ -101,7 +128,10 @@ class ChunkCodes {
     if (n > 0) _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(mask, from));
   }
 
-  alignas(64) std::uint8_t codes_[codec::kMaxHeadDim / 2 * kStride];
+  std::size_t stride_ = 0;
+  /// Of each kHalf columns, the first's code of the first sub-vector.
+  std::array<const std::byte*, kStride / kHalf> halves_;
+  alignas(64) std::byte codes_[codec::kMaxHeadDim / 2 * kStride];
 };
 
 /// A table of 256 bytes in registers.
@@ -152,11 +182,16 @@ struct WeightDigits {
 
   /// Zeros follow the n weights, up to a multiple of 64.
   void set(const float* weights, int n) {
-    __m512 most = _mm512_setzero_ps();
-    for (int i = 0; i < n; i += 16) {
-      most = _mm512_max_ps(most, _mm512_maskz_loadu_ps(first_lanes(n - i), weights + i));
+    __m512 most[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    int at = 0;
+    for (; at + 32 <= n; at += 32) {
+      most[0] = _mm512_max_ps(most[0], _mm512_loadu_ps(weights + at));
+      most[1] = _mm512_max_ps(most[1], _mm512_loadu_ps(weights + at + 16));
     }
-    const float largest = _mm512_reduce_max_ps(most);
+    for (; at < n; at += 16) {
+      most[0] = _mm512_max_ps(most[0], _mm512_maskz_loadu_ps(first_lanes(n - at), weights + at));
+    }
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1]));
     constexpr float kMostSteps = 65530.0F;
     step = largest / kMostSteps;
     const __m512 inverse = _mm512_set1_ps(largest > 1e-30F ? kMostSteps / largest : 0.0F);

@@ -55,38 +55,42 @@ void decode_columns(const codec::Codebook& book, const ChunkCodes& codes, int co
   }
 }
 
-/// Scores of n of the decoded keys. Two queries' sums fit the registers.
+/// Scores of n of the decoded keys, of which half at a time, so that the sums fit the registers.
 template <int kQueries>
 void score_columns(const Quad* quads, int n_quads, const DigitQuery* queries, float scale, int n,
                    float* scores, std::size_t stride) {
-  __m512i low[kQueries][4];
-  __m512i high[kQueries][4];
-  for (int q = 0; q < kQueries; ++q) {
-    for (int k = 0; k < 4; ++k) {
-      low[q][k] = _mm512_setzero_si512();
-      high[q][k] = _mm512_setzero_si512();
-    }
-  }
-  for (int i = 0; i < n_quads; ++i) {
+  __m512 sums[kQueries][4];
+  for (int half = 0; half < 4; half += 2) {
+    __m512i low[kQueries][2];
+    __m512i high[kQueries][2];
     for (int q = 0; q < kQueries; ++q) {
-      const __m512i low_digits = _mm512_set1_epi32(queries[q].low[i]);
-      const __m512i high_digits = _mm512_set1_epi32(queries[q].high[i]);
-      for (int k = 0; k < 4; ++k) {
-        low[q][k] = _mm512_dpbusd_epi32(low[q][k], quads[i].keys[k], low_digits);
-        high[q][k] = _mm512_dpbusd_epi32(high[q][k], quads[i].keys[k], high_digits);
+      for (int k = 0; k < 2; ++k) {
+        low[q][k] = _mm512_setzero_si512();
+        high[q][k] = _mm512_setzero_si512();
+      }
+    }
+    for (int i = 0; i < n_quads; ++i) {
+      const __m512i keys[2] = {quads[i].keys[half], quads[i].keys[half + 1]};
+      for (int q = 0; q < kQueries; ++q) {
+        const __m512i low_digits = _mm512_set1_epi32(queries[q].low[i]);
+        const __m512i high_digits = _mm512_set1_epi32(queries[q].high[i]);
+        for (int k = 0; k < 2; ++k) {
+          low[q][k] = _mm512_dpbusd_epi32(low[q][k], keys[k], low_digits);
+          high[q][k] = _mm512_dpbusd_epi32(high[q][k], keys[k], high_digits);
+        }
+      }
+    }
+    for (int q = 0; q < kQueries; ++q) {
+      const __m512i bias = _mm512_set1_epi32(128 * queries[q].sum);
+      const __m512 step = _mm512_set1_ps(scale * queries[q].scale);
+      for (int k = 0; k < 2; ++k) {
+        const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[q][k], 8), low[q][k]);
+        sums[q][half + k] =
+            _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, bias)), step);
       }
     }
   }
-  for (int q = 0; q < kQueries; ++q) {
-    const __m512i bias = _mm512_set1_epi32(128 * queries[q].sum);
-    const __m512 step = _mm512_set1_ps(scale * queries[q].scale);
-    __m512 sums[4];
-    for (int k = 0; k < 4; ++k) {
-      const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[q][k], 8), low[q][k]);
-      sums[k] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, bias)), step);
-    }
-    store_in_order(sums, n, scores + as_size(q) * stride);
-  }
+  for (int q = 0; q < kQueries; ++q) store_in_order(sums[q], n, scores + as_size(q) * stride);
 }
 
 template <int kSubDim>
@@ -102,17 +106,11 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
     for (int column = 0; column < chunk.n_columns; column += kColumns, out += kColumns) {
       ahead.fetch(as_size(n_subs(kSubDim, shape.head_dim) * kColumns));
       decode_columns<kSubDim>(*shape.codebook, codes, column, n_quads, quads);
-      const int n = chunk.n_columns - column;
-      const float scale = shape.codebook->scale;
-      int q = 0;
-      for (; q + 2 <= n_queries; q += 2) {
-        score_columns<2>(quads, n_quads, queries + q, scale, std::min(n, kColumns),
-                         out + as_size(q) * stride, stride);
-      }
-      if (q < n_queries) {
-        score_columns<1>(quads, n_quads, queries + q, scale, std::min(n, kColumns),
-                         out + as_size(q) * stride, stride);
-      }
+      const int n_columns = std::min(chunk.n_columns - column, kColumns);
+      for_query_chunks(n_queries, [&](int first, auto n) {
+        score_columns<n()>(quads, n_quads, queries + first, shape.codebook->scale, n_columns,
+                           out + as_size(first) * stride, stride);
+      });
     }
   });
 }
