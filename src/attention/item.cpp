@@ -25,6 +25,8 @@ constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 /// Tokens and blocks that the kernels take in one call.
 constexpr int kRunTokens = 512;
 constexpr std::size_t kRunBlocks = 64;
+/// The first run is short: nothing has fetched its keys yet.
+constexpr int kFirstRunTokens = 128;
 /// With more rows it pays to decode a run once, as fp32, for all of them.
 constexpr int kDirectRows = 16;
 
@@ -75,16 +77,18 @@ struct Run {
   codec::Space value_space;
 };
 
-/// The blocks at the front that make a run, and their tokens.
-std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks) {
-  const BlockRef& first = blocks.front();
-  int n_tokens = 0;
-  std::size_t n = 0;
-  while (n < blocks.size() && n < kRunBlocks && blocks[n].key_format == first.key_format &&
-         blocks[n].value_format == first.value_format && blocks[n].block_size == first.block_size &&
-         (n == 0 || n_tokens + blocks[n].n_tokens <= kRunTokens)) {
-    n_tokens += blocks[n].n_tokens;
-    ++n;
+bool alike(const BlockRef& a, const BlockRef& b) {
+  return a.key_format == b.key_format && a.value_format == b.value_format &&
+         a.block_size == b.block_size;
+}
+
+/// The blocks at the front that make a run of at most so many tokens, and its tokens.
+std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks, int most_tokens) {
+  const std::size_t most = std::min(blocks.size(), kRunBlocks);
+  int n_tokens = blocks[0].n_tokens;
+  std::size_t n = 1;
+  while (n < most && n_tokens + blocks[n].n_tokens <= most_tokens && alike(blocks[n], blocks[0])) {
+    n_tokens += blocks[n++].n_tokens;
   }
   return {n, n_tokens};
 }
@@ -126,9 +130,9 @@ class Walk {
       *partial(row).sum = 0.0F;
     }
     std::array<Run, 2> runs;
-    std::span<const BlockRef> left = take_run(blocks_, runs[0]);
+    std::span<const BlockRef> left = take_run(blocks_, kFirstRunTokens, runs[0]);
     for (std::size_t i = 0; !runs[i].blocks.empty(); i = 1 - i) {
-      left = take_run(left, runs[1 - i]);
+      left = take_run(left, kRunTokens, runs[1 - i]);
       attend_run(runs[i], runs[1 - i]);
     }
     store_sums();
@@ -186,10 +190,11 @@ class Walk {
 
   /// Fills `run` from the front of `blocks`; an empty one if there are none.
   /// @return the blocks after it.
-  std::span<const BlockRef> take_run(std::span<const BlockRef> blocks, Run& run) const {
+  std::span<const BlockRef> take_run(std::span<const BlockRef> blocks, int most_tokens,
+                                     Run& run) const {
     run.blocks = {};
     if (blocks.empty()) return blocks;
-    const auto [n, n_tokens] = run_length(blocks);
+    const auto [n, n_tokens] = run_length(blocks, most_tokens);
     run.blocks = blocks.first(n);
     run.n_tokens = n_tokens;
     run.key_bytes = part_bytes(blocks[0], Role::kKeys);

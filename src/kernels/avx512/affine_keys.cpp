@@ -58,11 +58,12 @@ struct KeyTile {
 
 template <int kBits, int kQueries, int kTiles>
 void score_tiles(const PartShape& shape, const KeyTile* tiles, const Query* queries,
-                 std::size_t stride) {
+                 std::size_t stride, Ahead& ahead) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
   const int group_vectors = shape.group_size / 16;
   const std::size_t scales = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
   const std::size_t biases = scales + group_bytes(shape, kTileTokens) / 2;
+  const std::size_t tile_bytes = affine_tile_bytes(Role::kKeys, kBits, shape, kTileTokens);
   __m512 sums[kQueries][kTiles];
   for (auto& of_query : sums) {
     for (__m512& sum : of_query) sum = _mm512_setzero_ps();
@@ -73,6 +74,7 @@ void score_tiles(const PartShape& shape, const KeyTile* tiles, const Query* quer
       for (int word = 0; word < kWords<kBits>; ++word) {
         const int at = v * kWords<kBits> + word;
         if (at >= n_words) break;
+        ahead.fetch(kTiles * tile_bytes / as_size(n_words));
         __m512i words[kTiles];
         for (int i = 0; i < kTiles; ++i) {
           words[i] = _mm512_loadu_si512(tiles[i].at + as_size(at) * 64);
@@ -111,17 +113,16 @@ void score_chunk(const PartShape& shape, const PartRun& run, const std::byte* fp
   KeyTile pair[2];
   int n_pending = 0;
   const auto score_pending = [&] {
-    if (n_pending == 1) score_tiles<kBits, kQueries, 1>(shape, pair, queries, stride);
+    if (n_pending == 1) score_tiles<kBits, kQueries, 1>(shape, pair, queries, stride, ahead);
     n_pending = 0;
   };
   for (std::size_t p = 0; p < run.n_parts; ++p) {
     const int n_tokens = run.n_tokens[p];
     int t = 0;
     for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
-      ahead.fetch(tile_bytes);
       pair[n_pending++] = {run.parts[p] + as_size(t / kTileTokens) * tile_bytes, scores + t};
       if (n_pending == 2) {
-        score_tiles<kBits, kQueries, 2>(shape, pair, queries, stride);
+        score_tiles<kBits, kQueries, 2>(shape, pair, queries, stride, ahead);
         n_pending = 0;
       }
     }

@@ -33,7 +33,8 @@ template <int kBits, int kQueries>
 class Sums {
  public:
   /// `stride` lies between the weights of one query and the next.
-  Sums(const PartShape& shape, std::size_t stride) : shape_(shape), stride_(stride) {
+  Sums(const PartShape& shape, std::size_t stride, Ahead& ahead)
+      : shape_(shape), stride_(stride), ahead_(ahead) {
     for (int g = 0; g < n_groups(shape); ++g) {
       for (__m512& bias : biases_[g]) bias = _mm512_setzero_ps();
     }
@@ -146,8 +147,11 @@ class Sums {
                    const std::int32_t (&digits)[kMostTiles][kQueries][kDigitWords],
                    const float (&steps)[kQueries]) {
     const std::size_t row_bytes = 4 * as_size(shape_.head_dim);
+    const std::size_t tile_bytes = affine_tile_bytes(Role::kValues, kBits, shape_, kTileTokens);
+    const std::size_t bytes_read = tile_bytes * 16 * kVectors / as_size(shape_.head_dim);
     DigitSums<kVectors> products[kQueries];
     for (int i = 0; i < n_tiles_; ++i) {
+      ahead_.fetch(bytes_read);
       const std::byte* const at = tiles_[i].at + 4 * d;
       for (int word = 0; word < kWords<kBits>; ++word) {
         __m512i words[kVectors];
@@ -179,6 +183,7 @@ class Sums {
 
   const PartShape& shape_;
   std::size_t stride_;
+  Ahead& ahead_;
   int n_tiles_ = 0;
   Tile tiles_[kMostTiles];
   /// Of weight * bias, a lane a token.
@@ -190,12 +195,11 @@ template <int kBits, int kQueries>
 void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* weights,
                       std::size_t stride, float* out, Ahead& ahead) {
   const std::size_t tile_bytes = affine_tile_bytes(Role::kValues, kBits, shape, kTileTokens);
-  Sums<kBits, kQueries> sums(shape, stride);
+  Sums<kBits, kQueries> sums(shape, stride, ahead);
   for (std::size_t p = 0; p < run.n_parts; ++p) {
     const int n_tokens = run.n_tokens[p];
     int t = 0;
     for (; t < n_tokens && t + kTileTokens <= shape.block_size; t += kTileTokens) {
-      ahead.fetch(tile_bytes);
       sums.add(run.parts[p] + as_size(t / kTileTokens) * tile_bytes, weights + t,
                first_lanes(n_tokens - t));
     }

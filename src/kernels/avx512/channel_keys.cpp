@@ -113,13 +113,16 @@ void scale_queries(const PartShape& shape, const std::byte* const* parts, std::s
 template <int kBits, int kQueries, int kTiles>
 void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t tile_bytes,
                  const ScaledQuery* queries, const float* steps, float* scores,
-                 std::size_t stride) {
+                 std::size_t stride, Ahead& ahead) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
+  // Values have scales and biases in each tile.
+  const std::size_t value_bytes = kTiles * (tile_bytes + group_bytes(shape, kTileTokens));
   DigitSums<kTiles> products[kQueries];
   for (int v = 0; v < n_vectors(shape); ++v) {
     for (int word = 0; word < kWords<kBits>; ++word) {
       const int at = v * kWords<kBits> + word;
       if (at >= n_words) break;
+      ahead.fetch(value_bytes / as_size(n_words));
       __m512i words[kTiles];
       for (int i = 0; i < kTiles; ++i) {
         words[i] = _mm512_loadu_si512(tiles + as_size(i) * tile_bytes + as_size(at) * 64);
@@ -147,19 +150,17 @@ void score_part(const PartShape& shape, const std::byte* part, int n_tokens,
                 const std::byte* fp32_queries, const ScaledQuery* scaled, const float* steps,
                 float* to, std::size_t stride, Ahead& ahead) {
   const std::size_t tile_bytes = code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim);
-  // Values have scales and biases in each tile.
-  const std::size_t value_tile_bytes = tile_bytes + group_bytes(shape, kTileTokens);
   const std::byte* tile = part + channel_bytes(shape);
   int t = 0;
   for (; t + kTileTokens < n_tokens && t + 2 * kTileTokens <= shape.block_size;
        t += 2 * kTileTokens) {
-    ahead.fetch(2 * value_tile_bytes);
-    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, steps, to + t, stride);
+    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, steps, to + t, stride,
+                                     ahead);
     tile += 2 * tile_bytes;
   }
   if (t < n_tokens && t + kTileTokens <= shape.block_size) {
-    ahead.fetch(value_tile_bytes);
-    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, steps, to + t, stride);
+    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, steps, to + t, stride,
+                                     ahead);
     t += kTileTokens;
   }
   if (t < n_tokens) {

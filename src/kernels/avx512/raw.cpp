@@ -142,7 +142,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
 /// Adds weighted rows to kSteps steps of the sums, which stay in registers meanwhile.
 template <typename Type, int kQueries, int kSteps, typename... Mask>
 void add_rows(const std::byte* rows, std::size_t row_bytes, int n_rows, const float* weights,
-              std::size_t stride, float* sums, std::size_t sum_stride, Mask... mask) {
+              std::size_t stride, float* sums, std::size_t sum_stride, Ahead& ahead, Mask... mask) {
   __m512 acc[kQueries][2 * kSteps];
   for (int q = 0; q < kQueries; ++q) {
     for (int i = 0; i < 2 * kSteps; ++i) {
@@ -150,6 +150,7 @@ void add_rows(const std::byte* rows, std::size_t row_bytes, int n_rows, const fl
     }
   }
   for (int t = 0; t < n_rows; ++t, rows += row_bytes) {
+    ahead.fetch(kSteps * kStep * Type::kSize);
     Pair pairs[kSteps];
     for (int s = 0; s < kSteps; ++s) {
       pairs[s] = Type::load(rows + as_size(s) * kStep * Type::kSize, mask...);
@@ -179,19 +180,19 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
   for (std::size_t p = 0; p < run.n_parts; ++p) {
     const int n = run.n_tokens[p];
     std::size_t step = 0;
-    ahead.fetch(as_size(n) * row_bytes);
     for (; (step + 2) * kStep <= dim; step += 2) {
       add_rows<Type, kQueries, 2>(run.parts[p] + step * kStep * Type::kSize, row_bytes, n, weights,
-                                  stride, sums + step * kStep, sum_stride);
+                                  stride, sums + step * kStep, sum_stride, ahead);
     }
     if ((step + 1) * kStep <= dim) {
       add_rows<Type, kQueries, 1>(run.parts[p] + step * kStep * Type::kSize, row_bytes, n, weights,
-                                  stride, sums + step * kStep, sum_stride);
+                                  stride, sums + step * kStep, sum_stride, ahead);
       ++step;
     }
     if (step * kStep < dim) {
       add_rows<Type, kQueries, 1>(run.parts[p] + step * kStep * Type::kSize, row_bytes, n, weights,
-                                  stride, sums + step * kStep, sum_stride, tail_mask(shape));
+                                  stride, sums + step * kStep, sum_stride, ahead,
+                                  tail_mask(shape));
     }
     weights += n;
   }

@@ -136,13 +136,15 @@ struct PairSums {
 /// Scores of kBlocks times 64 columns, of which n count.
 template <int kBlocks>
 void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
-                  const SubTables* tables, const QueryTables& query, float* scores) {
+                  const SubTables* tables, const QueryTables& query, float* scores, Ahead& ahead,
+                  std::size_t ahead_bytes) {
   // Columns 0 to 7, 16 to 23, ... are the low eights.
   PairSums low_sums[kBlocks];
   PairSums high_sums[kBlocks];
   for (int first = 0; first < subs; first += kGroupSubs) {
     __m512i low_eights[kBlocks];
     __m512i high_eights[kBlocks];
+    ahead.fetch(kBlocks * kGroupSubs * ahead_bytes);
     for (int b = 0; b < kBlocks; ++b) low_eights[b] = high_eights[b] = _mm512_setzero_si512();
     for (int sub = first; sub < std::min(subs, first + kGroupSubs); ++sub) {
       const ByteTable low(tables[sub].low);
@@ -182,6 +184,8 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
             float* out, std::size_t stride) {
   const auto* const header = reinterpret_cast<const QueryTables*>(prepared);
   const int subs = n_subs(kSubDim, shape.head_dim);
+  // For each sub-vector of 64 columns that a query looks up.
+  const auto ahead_bytes = as_size(kColumns / n_queries);
   ChunkCodes codes;
   Ahead ahead(run);
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
@@ -189,14 +193,15 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
     const int n = chunk.n_columns;
     const auto* tables = reinterpret_cast<const SubTables*>(prepared + header_bytes(n_queries));
     for (int q = 0; q < n_queries; ++q, tables += subs) {
-      ahead.fetch(as_size(subs * n / n_queries));
       float* const to = out + as_size(q) * stride;
       int column = 0;
       for (; column + kColumns < n; column += 2 * kColumns) {
-        score_blocks<2>(codes, subs, column, n - column, tables, header[q], to + column);
+        score_blocks<2>(codes, subs, column, n - column, tables, header[q], to + column,
+                        ahead, ahead_bytes);
       }
       if (column < n) {
-        score_blocks<1>(codes, subs, column, n - column, tables, header[q], to + column);
+        score_blocks<1>(codes, subs, column, n - column, tables, header[q], to + column,
+                        ahead, ahead_bytes);
       }
     }
     out += n;

@@ -58,7 +58,7 @@ void decode_columns(const codec::Codebook& book, const ChunkCodes& codes, int co
 /// Scores of n of the decoded keys, of which half at a time, so that the sums fit the registers.
 template <int kQueries>
 void score_columns(const Quad* quads, int n_quads, const DigitQuery* queries, float scale, int n,
-                   float* scores, std::size_t stride) {
+                   float* scores, std::size_t stride, Ahead& ahead) {
   __m512 sums[kQueries][4];
   for (int half = 0; half < 4; half += 2) {
     __m512i low[kQueries][2];
@@ -70,6 +70,7 @@ void score_columns(const Quad* quads, int n_quads, const DigitQuery* queries, fl
       }
     }
     for (int i = 0; i < n_quads; ++i) {
+      ahead.fetch(kColumns);
       const __m512i keys[2] = {quads[i].keys[half], quads[i].keys[half + 1]};
       for (int q = 0; q < kQueries; ++q) {
         const __m512i low_digits = _mm512_set1_epi32(queries[q].low[i]);
@@ -104,12 +105,11 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
     codes.gather<kSubDim>(shape, chunk);
     for (int column = 0; column < chunk.n_columns; column += kColumns, out += kColumns) {
-      ahead.fetch(as_size(n_subs(kSubDim, shape.head_dim) * kColumns));
       decode_columns<kSubDim>(*shape.codebook, codes, column, n_quads, quads);
       const int n_columns = std::min(chunk.n_columns - column, kColumns);
       for_query_chunks(n_queries, [&](int first, auto n) {
         score_columns<n()>(quads, n_quads, queries + first, shape.codebook->scale, n_columns,
-                           out + as_size(first) * stride, stride);
+                           out + as_size(first) * stride, stride, ahead);
       });
     }
   });

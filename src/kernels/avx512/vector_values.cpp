@@ -67,7 +67,7 @@ template <int kQueries>
 
 template <int kSubDim, int kQueries>
 void accumulate_chunk(const PartShape& shape, const ChunkCodes& codes, int n_columns,
-                      const WeightDigits* weights, float* out) {
+                      const WeightDigits* weights, float* out, Ahead& ahead) {
   const std::int8_t* const planes = shape.codebook->planes.data();
   const int dim = shape.head_dim;
   for (int first = 0; first < dim; first += kChannels) {
@@ -80,6 +80,7 @@ void accumulate_chunk(const PartShape& shape, const ChunkCodes& codes, int n_col
       const ByteTable even(planes + 256 * pair);
       const ByteTable odd(planes + 256 * (pair + 1));
       for (int d = 0; d < n; d += kSubDim) {
+        ahead.fetch(as_size(2 * n_columns / kSubDim));
         add_columns<kQueries>(codes, (first + d) / kSubDim, n_columns, even, odd, weights, d + pair,
                               totals);
       }
@@ -102,13 +103,12 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
   Ahead ahead(run);
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
     codes.gather<kSubDim>(shape, chunk);
-    ahead.fetch(as_size(n_subs(kSubDim, shape.head_dim)) * as_size(chunk.n_columns));
     for_query_chunks(n_queries, [&](int first, auto n) {
       for (int q = 0; q < n(); ++q) {
         digits[q].set(weights + as_size(first + q) * stride, chunk.n_columns);
       }
       accumulate_chunk<kSubDim, n()>(shape, codes, chunk.n_columns, digits,
-                                     out + as_size(first) * as_size(shape.head_dim));
+                                     out + as_size(first) * as_size(shape.head_dim), ahead);
     });
     weights += chunk.n_columns;
   });

@@ -35,16 +35,17 @@ inline void for_query_chunks(int n_queries, const Run& run) {
 
 namespace {
 
-/// Fetches what a run names as ahead, in step with the work on the run.
+/// Fetches what a run names as ahead, in step with the work on the run: little by little, or the
+/// processor waits for room for more fetches.
 class Ahead {
  public:
   explicit Ahead(const PartRun& run) : run_(run) {}
 
-  /// Asks for the next n_bytes.
+  /// Asks for the next n_bytes; what is less than a line is put off.
   void fetch(std::size_t n_bytes) {
-    for (std::size_t n = 0; n < n_bytes && part_ < run_.n_ahead; n += 64) {
+    for (due_ += n_bytes; due_ >= kLine && part_ < run_.n_ahead; due_ -= kLine) {
       _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
-      offset_ += 64;
+      offset_ += kLine;
       if (offset_ >= run_.ahead_bytes) {
         offset_ = 0;
         ++part_;
@@ -53,7 +54,10 @@ class Ahead {
   }
 
  private:
+  static constexpr std::size_t kLine = 64;
+
   const PartRun& run_;
+  std::size_t due_ = kLine - 1;
   std::size_t part_ = 0;
   std::size_t offset_ = 0;
 };
