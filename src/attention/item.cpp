@@ -25,7 +25,8 @@ constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 /// Tokens and blocks that the kernels take in one call.
 constexpr int kRunTokens = 512;
 constexpr std::size_t kRunBlocks = 64;
-/// The first run is short: nothing has fetched its keys yet.
+/// Those of a first run, whose keys nothing has fetched; each run after it may have twice as many
+/// as the one before, which fetches its keys.
 constexpr int kFirstRunTokens = 128;
 /// With more rows it pays to decode a run once, as fp32, for all of them.
 constexpr int kDirectRows = 16;
@@ -132,7 +133,7 @@ class Walk {
     std::array<Run, 2> runs;
     std::span<const BlockRef> left = take_run(blocks_, kFirstRunTokens, runs[0]);
     for (std::size_t i = 0; !runs[i].blocks.empty(); i = 1 - i) {
-      left = take_run(left, kRunTokens, runs[1 - i]);
+      left = take_run(left, std::min(2 * runs[i].n_tokens, kRunTokens), runs[1 - i]);
       attend_run(runs[i], runs[1 - i]);
     }
     store_sums();

@@ -142,7 +142,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
             float* out, std::size_t stride) {
   const auto* const queries =
       reinterpret_cast<const Query*>(prepared + fp32_query_bytes(shape, n_queries));
-  Ahead ahead(run);
+  Ahead ahead(run, affine_tile_bytes(Role::kKeys, kBits, shape, kTileTokens));
   for_query_chunks(n_queries, [&](int first, auto n) {
     score_chunk<kBits, n()>(shape, run, prepared + fp32_query_bytes(shape, first), queries + first,
                             out + as_size(first) * stride, stride, ahead);

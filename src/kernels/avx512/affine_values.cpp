@@ -27,8 +27,8 @@ float largest_half(__m256i halves) {
 
 /// Sums for kQueries queries, a few tiles at a time. Products of weights and scales become
 /// numbers of 16 bits, unsigned here, in steps of the largest weight times the largest scale; then
-/// each vector of channels goes through the tiles in registers. Codes of 8 bits are made signed, with
-/// the bias of the middle code.
+/// each vector of channels goes through the tiles in registers. Codes of 8 bits are made signed,
+/// with the bias of the middle code.
 template <int kBits, int kQueries>
 class Sums {
  public:
@@ -217,7 +217,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
 template <int kBits>
 void accumulate(const PartShape& shape, const PartRun& run, const float* weights,
                 std::size_t stride, int n_queries, float* out) {
-  Ahead ahead(run);
+  Ahead ahead(run, affine_tile_bytes(Role::kValues, kBits, shape, kTileTokens));
   for_query_chunks(n_queries, [&](int first, auto n) {
     accumulate_chunk<kBits, n()>(shape, run, weights + as_size(first) * stride, stride,
                                  out + as_size(first) * as_size(shape.head_dim), ahead);

@@ -95,9 +95,8 @@ void scale_queries(const PartShape& shape, const std::byte* const* parts, std::s
       const __m512 scale = load_halves(parts[i] + 32 * v, mask);
       const __m512 bias = load_halves(parts[i] + biases_at + 32 * v, mask);
       for (int q = 0; q < kQueries; ++q) {
-        store_digits<kBits>(
-            _mm512_fmadd_ps(queries.in_steps[q][v], scale, _mm512_set1_ps(128.0F)),
-            scaled[i][q].digits[v]);
+        store_digits<kBits>(_mm512_fmadd_ps(queries.in_steps[q][v], scale, _mm512_set1_ps(128.0F)),
+                            scaled[i][q].digits[v]);
         biases[q][i] = _mm512_fmadd_ps(queries.at(q, v), bias, biases[q][i]);
       }
     }
@@ -112,17 +111,15 @@ void scale_queries(const PartShape& shape, const std::byte* const* parts, std::s
 /// Scores of kTiles full tiles, one behind the other.
 template <int kBits, int kQueries, int kTiles>
 void score_tiles(const PartShape& shape, const std::byte* tiles, std::size_t tile_bytes,
-                 const ScaledQuery* queries, const float* steps, float* scores,
-                 std::size_t stride, Ahead& ahead) {
+                 const ScaledQuery* queries, const float* steps, float* scores, std::size_t stride,
+                 Ahead& ahead) {
   const int n_words = static_cast<int>(key_words(kBits, shape.head_dim));
-  // Values have scales and biases in each tile.
-  const std::size_t value_bytes = kTiles * (tile_bytes + group_bytes(shape, kTileTokens));
   DigitSums<kTiles> products[kQueries];
   for (int v = 0; v < n_vectors(shape); ++v) {
     for (int word = 0; word < kWords<kBits>; ++word) {
       const int at = v * kWords<kBits> + word;
       if (at >= n_words) break;
-      ahead.fetch(value_bytes / as_size(n_words));
+      ahead.fetch(kTiles * tile_bytes / as_size(n_words));
       __m512i words[kTiles];
       for (int i = 0; i < kTiles; ++i) {
         words[i] = _mm512_loadu_si512(tiles + as_size(i) * tile_bytes + as_size(at) * 64);
@@ -154,13 +151,11 @@ void score_part(const PartShape& shape, const std::byte* part, int n_tokens,
   int t = 0;
   for (; t + kTileTokens < n_tokens && t + 2 * kTileTokens <= shape.block_size;
        t += 2 * kTileTokens) {
-    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, steps, to + t, stride,
-                                     ahead);
+    score_tiles<kBits, kQueries, 2>(shape, tile, tile_bytes, scaled, steps, to + t, stride, ahead);
     tile += 2 * tile_bytes;
   }
   if (t < n_tokens && t + kTileTokens <= shape.block_size) {
-    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, steps, to + t, stride,
-                                     ahead);
+    score_tiles<kBits, kQueries, 1>(shape, tile, tile_bytes, scaled, steps, to + t, stride, ahead);
     t += kTileTokens;
   }
   if (t < n_tokens) {
@@ -175,7 +170,7 @@ template <int kBits>
 void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
             float* out, std::size_t stride) {
   const LargestScales scales(shape, run);
-  Ahead ahead(run);
+  Ahead ahead(run, code_bytes(Role::kKeys, kBits, kTileTokens, shape.head_dim));
   for_query_chunks(n_queries, [&](int first, auto n) {
     const std::byte* const fp32_queries = prepared + fp32_query_bytes(shape, first);
     const RunQueries<n()> queries(shape, scales, reinterpret_cast<const float*>(fp32_queries));

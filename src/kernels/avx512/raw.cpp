@@ -119,7 +119,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
             float* out, std::size_t stride) {
   const std::size_t row_bytes = as_size(shape.head_dim) * Type::kSize;
   const std::size_t query_stride = n_steps(shape) * kStep;
-  Ahead ahead(run);
+  Ahead ahead(run, 16 * row_bytes);
   for_query_chunks(n_queries, [&](int first, auto n) {
     const auto* const queries =
         reinterpret_cast<const float*>(prepared) + as_size(first) * query_stride;
@@ -191,8 +191,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
     }
     if (step * kStep < dim) {
       add_rows<Type, kQueries, 1>(run.parts[p] + step * kStep * Type::kSize, row_bytes, n, weights,
-                                  stride, sums + step * kStep, sum_stride, ahead,
-                                  tail_mask(shape));
+                                  stride, sums + step * kStep, sum_stride, ahead, tail_mask(shape));
     }
     weights += n;
   }
@@ -206,7 +205,7 @@ void accumulate_chunk(const PartShape& shape, const PartRun& run, const float* w
 template <typename Type>
 void accumulate(const PartShape& shape, const PartRun& run, const float* weights,
                 std::size_t stride, int n_queries, float* out) {
-  Ahead ahead(run);
+  Ahead ahead(run, 16 * as_size(shape.head_dim) * Type::kSize);
   for_query_chunks(n_queries, [&](int first, auto n) {
     accumulate_chunk<Type, n()>(shape, run, weights + as_size(first) * stride, stride,
                                 out + as_size(first) * as_size(shape.head_dim), ahead);

@@ -120,8 +120,8 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   }
 }
 
-/// 32-bit sums of 16-bit numbers. A lane takes two: both, the second times 2^16, modulo 2^32, and the
-/// second alone.
+/// 32-bit sums of 16-bit numbers. A lane takes two: both, the second times 2^16, modulo 2^32, and
+/// the second alone.
 struct PairSums {
   __m512i both = _mm512_setzero_si512();
   __m512i second = _mm512_setzero_si512();
@@ -187,7 +187,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   // For each sub-vector of 64 columns that a query looks up.
   const auto ahead_bytes = as_size(kColumns / n_queries);
   ChunkCodes codes;
-  Ahead ahead(run);
+  Ahead ahead(run, 16 * as_size(subs));
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
     codes.gather<kSubDim>(shape, chunk);
     const int n = chunk.n_columns;
@@ -196,12 +196,12 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
       float* const to = out + as_size(q) * stride;
       int column = 0;
       for (; column + kColumns < n; column += 2 * kColumns) {
-        score_blocks<2>(codes, subs, column, n - column, tables, header[q], to + column,
-                        ahead, ahead_bytes);
+        score_blocks<2>(codes, subs, column, n - column, tables, header[q], to + column, ahead,
+                        ahead_bytes);
       }
       if (column < n) {
-        score_blocks<1>(codes, subs, column, n - column, tables, header[q], to + column,
-                        ahead, ahead_bytes);
+        score_blocks<1>(codes, subs, column, n - column, tables, header[q], to + column, ahead,
+                        ahead_bytes);
       }
     }
     out += n;

@@ -86,8 +86,7 @@ void score_columns(const Quad* quads, int n_quads, const DigitQuery* queries, fl
       const __m512 step = _mm512_set1_ps(scale * queries[q].scale);
       for (int k = 0; k < 2; ++k) {
         const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[q][k], 8), low[q][k]);
-        sums[q][half + k] =
-            _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, bias)), step);
+        sums[q][half + k] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, bias)), step);
       }
     }
   }
@@ -101,7 +100,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   const int n_quads = shape.head_dim / 4;
   ChunkCodes codes;
   alignas(64) Quad quads[kMostQuads];
-  Ahead ahead(run);
+  Ahead ahead(run, 16 * as_size(n_subs(kSubDim, shape.head_dim)));
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
     codes.gather<kSubDim>(shape, chunk);
     for (int column = 0; column < chunk.n_columns; column += kColumns, out += kColumns) {

@@ -100,7 +100,7 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
                 std::size_t stride, int n_queries, float* out) {
   ChunkCodes codes;
   WeightDigits digits[kMostQueries];
-  Ahead ahead(run);
+  Ahead ahead(run, 16 * as_size(n_subs(kSubDim, shape.head_dim)));
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
     codes.gather<kSubDim>(shape, chunk);
     for_query_chunks(n_queries, [&](int first, auto n) {

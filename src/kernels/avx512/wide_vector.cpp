@@ -121,7 +121,7 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   const auto* const queries = reinterpret_cast<const DigitQuery*>(prepared);
   const int subs = n_subs(kSubDim, shape.head_dim);
   ChunkCentroids keys;
-  Ahead ahead(run);
+  Ahead ahead(run, 24 * as_size(subs));
   for_chunks<kWideColumns>(run, [&](const Chunk<kWideColumns>& chunk) {
     ahead.fetch(as_size(subs * chunk.n_columns * 3 / 2));
     keys.gather(shape, chunk);
@@ -179,7 +179,7 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
   const auto dim = as_size(shape.head_dim);
   ChunkCentroids values;
   WeightDigits digits[kMostQueries];
-  Ahead ahead(run);
+  Ahead ahead(run, 24 * as_size(subs));
   for_chunks<kWideColumns>(run, [&](const Chunk<kWideColumns>& chunk) {
     ahead.fetch(as_size(subs * chunk.n_columns * 3 / 2));
     values.gather(shape, chunk);

@@ -40,12 +40,21 @@ namespace {
 class Ahead {
  public:
   explicit Ahead(const PartRun& run) : run_(run) {}
+  /// All of it while the run's own tokens, of so many bytes each 16, are read.
+  Ahead(const PartRun& run, std::size_t bytes_of_16) : Ahead(run) {
+    std::size_t n_tokens = 0;
+    for (std::size_t p = 0; p < run.n_parts; ++p) {
+      n_tokens += static_cast<std::size_t>(run.n_tokens[p]);
+    }
+    const std::size_t own_bytes = n_tokens * bytes_of_16 / 16 + 1;
+    pace_ = (kOne * run.n_ahead * run.ahead_bytes + own_bytes - 1) / own_bytes;
+  }
 
-  /// Asks for the next n_bytes; what is less than a line is put off.
+  /// To be called when as many bytes of the run itself are read.
   void fetch(std::size_t n_bytes) {
-    for (due_ += n_bytes; due_ >= kLine && part_ < run_.n_ahead; due_ -= kLine) {
+    for (due_ += pace_ * n_bytes; due_ >= kLine && part_ < run_.n_ahead; due_ -= kLine) {
       _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
-      offset_ += kLine;
+      offset_ += 64;
       if (offset_ >= run_.ahead_bytes) {
         offset_ = 0;
         ++part_;
@@ -54,10 +63,13 @@ class Ahead {
   }
 
  private:
-  static constexpr std::size_t kLine = 64;
+  static constexpr std::size_t kOne = 256;
+  static constexpr std::size_t kLine = 64 * kOne;
 
   const PartRun& run_;
+  /// Bytes to fetch, in 256ths, and those for each byte read.
   std::size_t due_ = kLine - 1;
+  std::size_t pace_ = kOne;
   std::size_t part_ = 0;
   std::size_t offset_ = 0;
 };
