@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "kernels/kernels.h"
@@ -47,14 +48,17 @@ class Ahead {
       n_tokens += static_cast<std::size_t>(run.n_tokens[p]);
     }
     const std::size_t own_bytes = n_tokens * bytes_of_16 / 16 + 1;
-    pace_ = (kOne * run.n_ahead * run.ahead_bytes + own_bytes - 1) / own_bytes;
+    const std::size_t ahead_bytes = run.n_ahead * (run.ahead_bytes + 63);
+    pace_ = (kOne * ahead_bytes + own_bytes - 1) / own_bytes;
   }
 
   /// To be called when as many bytes of the run itself are read.
   void fetch(std::size_t n_bytes) {
     for (due_ += pace_ * n_bytes; due_ >= kLine && part_ < run_.n_ahead; due_ -= kLine) {
-      _mm_prefetch(reinterpret_cast<const char*>(run_.ahead[part_] + offset_), _MM_HINT_T1);
-      offset_ += 64;
+      const std::byte* const part = run_.ahead[part_];
+      _mm_prefetch(reinterpret_cast<const char*>(part + offset_), _MM_HINT_T1);
+      // From the second line on, where lines begin: a part may begin within one.
+      offset_ += 64 - reinterpret_cast<std::uintptr_t>(part + offset_) % 64;
       if (offset_ >= run_.ahead_bytes) {
         offset_ = 0;
         ++part_;
