@@ -22,8 +22,9 @@ using kernels::PartShape;
 
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
-/// Tokens and blocks that the kernels take in one call.
-constexpr int kRunTokens = 512;
+/// Tokens and blocks that the kernels take in one call, at most; tokens of which runs are decoded.
+constexpr int kRunTokens = 1024;
+constexpr int kDecodedTokens = 512;
 constexpr std::size_t kRunBlocks = 64;
 /// Those of a first run, whose keys nothing has fetched; each run after it may have twice as many
 /// as the one before, which fetches its keys.
@@ -64,7 +65,7 @@ struct Buffers {
   std::vector<SpaceSums> space_sums;
 };
 
-/// Consecutive blocks with the same formats and size, at most kRunTokens unless it is one block.
+/// Consecutive blocks with the same formats and size, of a run's tokens at most unless it is one.
 struct Run {
   std::span<const BlockRef> blocks;
   int n_tokens = 0;
@@ -94,8 +95,9 @@ std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks, int mos
   return {n, n_tokens};
 }
 
-int most_tokens(std::span<const BlockRef> blocks) {
-  int most = kRunTokens;
+/// Of a run of these blocks, if the kernels take so many.
+int most_tokens(std::span<const BlockRef> blocks, int run_tokens) {
+  int most = run_tokens;
   for (const BlockRef& block : blocks) most = std::max(most, block.n_tokens);
   return most;
 }
@@ -114,8 +116,10 @@ class Walk {
         n_rows_(n_rows(arguments, item)),
         dim_(static_cast<std::size_t>(arguments.head_dim)),
         value_dim_(static_cast<std::size_t>(arguments.value_dim)),
-        stride_(static_cast<std::size_t>(most_tokens(blocks_) + kernels::kColumnSlack + 15) / 16 *
-                16),
+        run_tokens_(n_rows_ <= kDirectRows ? kRunTokens : kDecodedTokens),
+        stride_(static_cast<std::size_t>(most_tokens(blocks_, run_tokens_) + kernels::kColumnSlack +
+                                         15) /
+                16 * 16),
         space_queries_(buffers.space_queries),
         space_sums_(buffers.space_sums) {
     space_queries_.clear();
@@ -131,9 +135,10 @@ class Walk {
       *partial(row).sum = 0.0F;
     }
     std::array<Run, 2> runs;
-    std::span<const BlockRef> left = take_run(blocks_, kFirstRunTokens, runs[0]);
+    const int first_tokens = n_rows_ <= kDirectRows ? kFirstRunTokens : run_tokens_;
+    std::span<const BlockRef> left = take_run(blocks_, first_tokens, runs[0]);
     for (std::size_t i = 0; !runs[i].blocks.empty(); i = 1 - i) {
-      left = take_run(left, std::min(2 * runs[i].n_tokens, kRunTokens), runs[1 - i]);
+      left = take_run(left, std::min(2 * runs[i].n_tokens, run_tokens_), runs[1 - i]);
       attend_run(runs[i], runs[1 - i]);
     }
     store_sums();
@@ -378,6 +383,7 @@ class Walk {
   int n_rows_;
   std::size_t dim_;
   std::size_t value_dim_;
+  int run_tokens_;
   std::size_t stride_;
   std::vector<SpaceQueries>& space_queries_;
   std::vector<SpaceSums>& space_sums_;

@@ -10,7 +10,7 @@
 namespace kvpool::kernels::avx512 {
 
 /// Columns of a run that vector layouts work on at a time, and that a vector of 8-bit codes has.
-inline constexpr int kChunkColumns = 512;
+inline constexpr int kChunkColumns = 1024;
 inline constexpr int kColumns = 64;
 
 /// Tokens of one part among the columns of a chunk.
