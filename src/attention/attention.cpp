@@ -43,13 +43,20 @@ BlockRange visible_blocks(const Arguments& arguments, const SequenceRef& sequenc
           static_cast<std::size_t>(stop - blocks.begin())};
 }
 
+/// An estimate that need not look at each block: too many if there are gaps between them.
+std::int64_t about_tokens(std::span<const BlockRef> blocks) {
+  if (blocks.empty()) return 0;
+  const std::int64_t from_first_to_last =
+      blocks.back().position + blocks.back().n_tokens - blocks.front().position;
+  return std::min(from_first_to_last,
+                  static_cast<std::int64_t>(blocks.size()) * blocks.front().block_size);
+}
+
 /// Tokens to a share: all of a sequence's unless the threads would go short of shares.
 std::int64_t share_tokens(const Arguments& arguments, int tile, int n_threads) {
   if (n_threads == 1) return std::numeric_limits<std::int64_t>::max();
   std::int64_t total = 0;
-  for (const SequenceRef& sequence : arguments.sequences) {
-    for (const BlockRef& block : sequence.blocks) total += block.n_tokens;
-  }
+  for (const SequenceRef& sequence : arguments.sequences) total += about_tokens(sequence.blocks);
   total *= arguments.n_kv_heads * ((arguments.n_queries + tile - 1) / tile);
   return std::max(kLeastTokens, total / (kSharesPerThread * n_threads));
 }
@@ -64,10 +71,7 @@ void plan(const Arguments& arguments, int n_threads, std::vector<Item>& items) {
       const int n_queries = std::min(tile, arguments.n_queries - query);
       const BlockRange range = visible_blocks(arguments, sequence, query, n_queries);
       const std::size_t n_blocks = range.last - range.first;
-      std::int64_t n_tokens = 0;
-      for (const BlockRef& block : sequence.blocks.subspan(range.first, n_blocks)) {
-        n_tokens += block.n_tokens;
-      }
+      const std::int64_t n_tokens = about_tokens(sequence.blocks.subspan(range.first, n_blocks));
       const auto n_splits = static_cast<std::size_t>(std::max<std::int64_t>(
           1, std::min<std::int64_t>(n_tokens / share, static_cast<std::int64_t>(n_blocks))));
       for (int head = 0; head < arguments.n_kv_heads; ++head) {
