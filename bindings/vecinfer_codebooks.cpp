@@ -53,9 +53,10 @@ void bind_vecinfer_codebooks(nb::module_& m) {
            "keys"_a, "values"_a)
       .def_static(
           "random", &VecInferCodebooks::random, "format"_a, "n_layers"_a, "n_kv_heads"_a,
-          "head_dim"_a, "seed"_a,
+          "head_dim"_a, "seed"_a, "rotates"_a = false,
           "Centroids drawn from a normal distribution, the same for the same seed: a cache works\n"
-          "with them, but loses more than with trained ones.")
+          "with them, but loses more than with trained ones. rotates: keys are rotated, at random,\n"
+          "as those of trained sets.")
       .def_prop_ro("format", &VecInferCodebooks::format)
       .def_prop_ro("n_layers", &VecInferCodebooks::n_layers)
       .def_prop_ro("n_kv_heads", &VecInferCodebooks::n_kv_heads)

@@ -86,7 +86,7 @@ Caches make_caches(const std::string& format, const Shape& shape, int batch, int
   if (format.starts_with("vecinfer")) {
     config.codebooks =
         std::make_shared<const kvpool::VecInferCodebooks>(kvpool::VecInferCodebooks::random(
-            format, shape.n_layers, shape.n_kv_heads, shape.head_dim, 0));
+            format, shape.n_layers, shape.n_kv_heads, shape.head_dim, 0, true));
   }
   for (int i = 0; i < shape.n_layers; ++i) {
     config.layer = i;

@@ -55,10 +55,11 @@ class VecInferCodebooks {
   /// Centroids drawn from a normal distribution, the same for the same seed, and no mean or scales.
   /// They make a cache work without a model to calibrate on; what they lose is not what trained ones
   /// lose.
+  /// @param rotates  whether keys are rotated, at random, as those of trained sets.
   /// @throws std::invalid_argument as the constructor.
   static VecInferCodebooks random(const std::string& format, std::int64_t n_layers,
                                   std::int64_t n_kv_heads, std::int64_t head_dim,
-                                  std::uint64_t seed);
+                                  std::uint64_t seed, bool rotates = false);
 
   const std::string& format() const noexcept { return format_; }
   std::int64_t n_layers() const noexcept { return static_cast<std::int64_t>(layers_.size()); }

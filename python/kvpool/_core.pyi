@@ -506,10 +506,11 @@ class VecInferCodebooks:
     def __init__(self, format: str, keys: VecInferStream, values: VecInferStream) -> None: ...
 
     @staticmethod
-    def random(format: str, n_layers: int, n_kv_heads: int, head_dim: int, seed: int) -> VecInferCodebooks:
+    def random(format: str, n_layers: int, n_kv_heads: int, head_dim: int, seed: int, rotates: bool = False) -> VecInferCodebooks:
         """
         Centroids drawn from a normal distribution, the same for the same seed: a cache works
-        with them, but loses more than with trained ones.
+        with them, but loses more than with trained ones. rotates: keys are rotated, at random,
+        as those of trained sets.
         """
 
     @property

@@ -269,7 +269,7 @@ VecInferCodebooks::VecInferCodebooks(std::string format, const VecInferStream& k
 
 VecInferCodebooks VecInferCodebooks::random(const std::string& format, std::int64_t n_layers,
                                             std::int64_t n_kv_heads, std::int64_t head_dim,
-                                            std::uint64_t seed) {
+                                            std::uint64_t seed, bool rotates) {
   constexpr std::int64_t kMost = 1 << 20;
   for (const std::int64_t size : {n_layers, n_kv_heads, head_dim}) {
     if (size >= 1 && size <= kMost) continue;
@@ -280,20 +280,28 @@ VecInferCodebooks VecInferCodebooks::random(const std::string& format, std::int6
   const mx::Shape heads{static_cast<mx::ShapeElem>(n_layers),
                         static_cast<mx::ShapeElem>(n_kv_heads)};
   const mx::Shape rows{heads[0], heads[1], static_cast<mx::ShapeElem>(head_dim)};
+  const auto whole = [&](const mx::Shape& shape, float deviation, const mx::array& key) {
+    const mx::array normal = mx::random::normal(shape, mx::float32, 0.0F, deviation, key, cpu);
+    const mx::array rounded = mx::round(normal, 0, cpu);
+    const mx::array clipped = mx::clip(rounded, mx::array(-127.0F), mx::array(127.0F), cpu);
+    return mx::astype(clipped, mx::int8, cpu);
+  };
   const auto stream = [&](codec::Role role) {
     constexpr float kSteps = 32.0F;  // A centroid reaches 127 / kSteps.
     const codec::VectorCode code = codec::vector_code(code_of(format), role);
     const mx::array key = mx::random::key(2 * seed + (role == codec::Role::kKeys ? 0 : 1));
-    const mx::array normal = mx::random::normal({code.sub_dim << code.code_bits}, mx::float32, 0.0F,
-                                                kSteps, key, cpu);
-    const mx::array whole = mx::round(normal, 0, cpu);
-    const mx::array centroids = mx::clip(whole, mx::array(-127.0F), mx::array(127.0F), cpu);
-    return VecInferStream{mx::array({code.sub_dim, code.code_bits}, {1, 2}, mx::int32),
-                          mx::astype(centroids, mx::int8, cpu),
-                          mx::full({1}, 1.0F / kSteps, mx::float32, cpu),
-                          mx::zeros(heads, mx::int32, cpu),
-                          mx::ones(rows, mx::float32, cpu),
-                          mx::zeros(rows, mx::float32, cpu)};
+    VecInferStream result{
+        mx::array({code.sub_dim, code.code_bits}, {1, 2}, mx::int32),
+        whole({code.sub_dim << code.code_bits}, kSteps, key),
+        mx::full({1}, 1.0F / kSteps, mx::float32, cpu),
+        mx::zeros(heads, mx::int32, cpu),
+        mx::ones(rows, mx::float32, cpu),
+        mx::zeros(rows, mx::float32, cpu)};
+    if (rotates && role == codec::Role::kKeys) {
+      result.rotation =
+          whole({heads[0], heads[1], rows[2], rows[2]}, kSteps, mx::random::split(key, cpu).first);
+    }
+    return result;
   };
   return {format, stream(codec::Role::kKeys), stream(codec::Role::kValues)};
 }

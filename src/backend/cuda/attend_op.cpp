@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "backend/cuda/append_work.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_op.h"
 #include "util/concat.h"
@@ -30,12 +31,12 @@ cuda::Element raw_element(const LayerFormat& format) {
 
 /// Where in the scratch memory things lie, in bytes.
 struct ScratchPlan {
-  std::size_t sequences, costs, positions, queries, sealed_queries, biases, results, partials,
-      total;
+  std::size_t sequences, costs, positions, queries, sealed_queries, biases, partials, total;
 };
 
 struct AttendWork {
   DeviceFormat device;
+  std::shared_ptr<const AppendWork> append;  ///< What comes before it; null: nothing that it does.
   TableUpdates updates;
   std::vector<cuda::SequenceEntry> sequences;
   std::vector<std::int32_t> cost_before;
@@ -69,7 +70,6 @@ ScratchPlan plan_of(const AttendWork& work) {
     plan.queries = place(bytes);
     plan.sealed_queries = place(work.key_space ? bytes : 0);
     plan.biases = place(work.key_space ? n_rows * sizeof(float) : 0);
-    plan.results = place(work.value_space ? bytes : 0);
   }
   if (!work.decode && p.n_splits > 1) {
     plan.partials = place(cuda::partial_floats(p) * sizeof(float));
@@ -79,7 +79,8 @@ ScratchPlan plan_of(const AttendWork& work) {
 }
 
 /// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, memory for
-/// the result, the mask and the sinks if there are any, then what must only come before it.
+/// the result, the mask and the sinks if there are any, the append's keys and values likewise, then
+/// what must only come before it.
 class AttendOp final : public CudaOp {
  public:
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
@@ -92,7 +93,12 @@ class AttendOp final : public CudaOp {
     out.copy_shared_buffer(inputs[5], out.strides(), {true, true, false}, out.size());
     KernelQueue kernels = extend(inputs, outputs);
     std::byte* const scratch = device_address(inputs[3]);
-    prepare(kernels, queries, device_address(inputs[2]), scratch);
+    std::vector<cuda::CopyTask> writes;
+    if (const AppendWork* append = work_->append.get(); append != nullptr && append->claim()) {
+      const std::size_t keys = 6U + work_->has_mask + work_->has_sinks;
+      writes = append->write_tasks(inputs[keys], inputs[keys + 1]);
+    }
+    prepare(kernels, queries, writes, device_address(inputs[2]), scratch);
     if (out.size() == 0) return;
     if (work_->decode) {
       decode(kernels, inputs, out);
@@ -112,22 +118,27 @@ class AttendOp final : public CudaOp {
     return work_->decode && (work_->key_space || !queries.flags().row_contiguous);
   }
 
-  /// Tables, and queries for the decode kernel.
-  void prepare(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
+  /// Rows, tables, and queries for the decode kernel.
+  void prepare(KernelQueue& kernels, const mx::array& queries,
+               const std::vector<cuda::CopyTask>& writes, std::byte* tables,
                std::byte* scratch) const {
     if (work_->updates.entries.size() <= cuda::kStepEntries &&
-        work_->sequences.size() <= cuda::kStepSequences) {
-      send<cuda::kStepEntries, cuda::kStepSequences>(kernels, queries, tables, scratch);
+        work_->sequences.size() <= cuda::kStepSequences && writes.size() <= cuda::kStepCopies) {
+      send<cuda::kStepEntries, cuda::kStepSequences, cuda::kStepCopies>(kernels, queries, writes,
+                                                                        tables, scratch);
     } else {
-      send<cuda::kTableEntries, cuda::kTableSequences>(kernels, queries, tables, scratch);
+      send<cuda::kTableEntries, cuda::kTableSequences, cuda::kTableCopies>(kernels, queries, writes,
+                                                                           tables, scratch);
     }
   }
 
-  template <int kEntries, int kSequences>
-  void send(KernelQueue& kernels, const mx::array& queries, std::byte* tables,
+  template <int kEntries, int kSequences, int kCopies>
+  void send(KernelQueue& kernels, const mx::array& queries,
+            const std::vector<cuda::CopyTask>& writes, std::byte* tables,
             std::byte* scratch) const {
     const AttendWork& w = *work_;
-    cuda::PrepareParamsOf<kEntries, kSequences> p{};
+    cuda::PrepareParamsOf<kEntries, kSequences, kCopies> p{};
+    p.n_kv_heads = w.params.n_kv_heads;
     p.to_blocks = at<cuda::BlockEntry>(tables, 0);
     p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
     p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
@@ -137,7 +148,6 @@ class AttendOp final : public CudaOp {
       p.query_type = w.params.type;
       p.n_rows = w.params.n_sequences * w.params.n_heads;
       p.n_heads = w.params.n_heads;
-      p.n_kv_heads = w.params.n_kv_heads;
       p.head_dim = w.params.head_dim;
       p.query_strides[0] = queries.strides(0);
       p.query_strides[1] = queries.strides(1);
@@ -152,11 +162,15 @@ class AttendOp final : public CudaOp {
     }
     std::size_t entry = 0;
     std::size_t sequence = 0;
-    while (entry < w.updates.entries.size() || sequence < w.sequences.size()) {
+    std::size_t copy = 0;
+    while (entry < w.updates.entries.size() || sequence < w.sequences.size() ||
+           copy < writes.size()) {
       const std::size_t n_entries =
           std::min<std::size_t>(kEntries, w.updates.entries.size() - entry);
       const std::size_t n_sequences =
           std::min<std::size_t>(kSequences, w.sequences.size() - sequence);
+      const std::size_t n_copies = std::min<std::size_t>(kCopies, writes.size() - copy);
+      std::copy_n(writes.begin() + static_cast<std::ptrdiff_t>(copy), n_copies, p.copies);
       std::copy_n(w.updates.entries.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
                   p.entries);
       std::copy_n(w.updates.places.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
@@ -172,10 +186,12 @@ class AttendOp final : public CudaOp {
       p.n_entries = static_cast<std::int32_t>(n_entries);
       p.n_sequences = static_cast<std::int32_t>(n_sequences);
       p.first_sequence = static_cast<std::int32_t>(sequence);
+      p.n_copies = static_cast<std::int32_t>(n_copies);
       kernels.run(cuda::prepare_tables(p));
       p.queries = nullptr;
       entry += n_entries;
       sequence += n_sequences;
+      copy += n_copies;
     }
   }
 
@@ -216,10 +232,6 @@ class AttendOp final : public CudaOp {
       p.turned_values = w.value_space ? 1 : 0;
     }
     if (w.key_space) p.sealed_queries = scratch + w.plan.sealed_queries;
-    if (w.value_space) {
-      p.out = scratch + w.plan.results;
-      p.out_type = cuda::Element::kFp32;
-    }
     cuda::DecodeLaunch launch;
     if (const cudaError_t error = cuda::prepare(w.device.geometry, p, n_processors(), &launch);
         error != cudaSuccess) {
@@ -227,18 +239,6 @@ class AttendOp final : public CudaOp {
           concat("[attend] the CUDA kernel cannot be launched: ", cudaGetErrorString(error)));
     }
     kernels.run(launch);
-    if (!w.value_space) return;
-    cuda::LeaveParams leave{};
-    leave.results = at<const float>(scratch, w.plan.results);
-    leave.out = device_address(out);
-    leave.out_type = w.params.type;
-    leave.n_rows = w.params.n_sequences * w.params.n_heads;
-    leave.n_heads = w.params.n_heads;
-    leave.n_kv_heads = w.params.n_kv_heads;
-    leave.dim = w.params.value_dim;
-    leave.sealed_values = w.device.sealed[1];
-    leave.cost_before = p.cost_before;
-    kernels.run(cuda::leave_space(leave));
   }
 
   void attend(KernelQueue& kernels, const std::vector<mx::array>& inputs,
@@ -435,12 +435,18 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
         mx::contiguous(mx::astype(*visibility.sinks, mx::float32, stream), false, stream));
     work->has_sinks = true;
   }
-  inputs.insert(inputs.end(), work->device.codebooks.begin(), work->device.codebooks.end());
-  for (mx::array& change : places_->take_changes()) inputs.push_back(std::move(change));
 
   mx::array out = queries;
+  std::vector<mx::array> changes = places_->take_changes();
   extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;
+    if (last_append_ && last_append_->stream == stream) {
+      inputs.front() = last_append_->inputs.front();
+      inputs.insert(inputs.end(), last_append_->inputs.begin() + 1, last_append_->inputs.end());
+      work->append = last_append_->work;
+    }
+    inputs.insert(inputs.end(), work->device.codebooks.begin(), work->device.codebooks.end());
+    inputs.insert(inputs.end(), changes.begin(), changes.end());
     auto outputs =
         mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},
                                std::make_shared<AttendOp>(stream, std::move(work)), inputs);

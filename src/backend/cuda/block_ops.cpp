@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "backend/cuda/append_work.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_op.h"
 #include "backend/cuda/device.h"
@@ -46,39 +47,6 @@ void run_copies(KernelQueue& kernels, const std::vector<cuda::CopyTask>& tasks) 
   run_all<cuda::kCopyTasks>(kernels, tasks, cuda::copy);
 }
 
-/// AppendTasks as addresses. The places may have other takers by the time this runs, but their ops
-/// come later in the chain.
-struct AppendWork {
-  struct Write {
-    std::byte* to[2];
-    std::int64_t batch, first_row;
-    std::int32_t slot, n_tokens;
-  };
-  LayerFormat format;
-  DeviceFormat device;
-  std::vector<cuda::CopyTask> copies;
-  std::vector<cuda::SealTask> seals[2];
-  std::vector<Write> writes;
-
-  cuda::CopyTask copy_of(const Write& write, int role, const mx::array& rows) const {
-    const std::size_t part = codec::part_bytes(format.raw[role]);
-    const std::size_t row = part / static_cast<std::size_t>(format.raw[role].block_size);
-    const auto element = static_cast<std::int64_t>(rows.itemsize());
-    const mx::Strides& strides = rows.strides();
-    return {.from = device_address(rows) +
-                    (write.batch * strides[0] + write.first_row * strides[2]) * element,
-            .to = write.to[role] + static_cast<std::size_t>(write.slot) * row,
-            .from_head = strides[1] * element,
-            .to_head = static_cast<std::int64_t>(part),
-            .n_heads = static_cast<std::uint32_t>(format.n_kv_heads),
-            .n_rows = static_cast<std::uint32_t>(write.n_tokens),
-            .from_row = strides[2] * element,
-            .from_element = strides[3] * element,
-            .row_bytes = static_cast<std::uint32_t>(row),
-            .element_bytes = static_cast<std::uint32_t>(element)};
-  }
-};
-
 class AppendOp final : public CudaOp {
  public:
   AppendOp(mx::Stream stream, std::shared_ptr<const AppendWork> work)
@@ -87,6 +55,7 @@ class AppendOp final : public CudaOp {
 
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     KernelQueue kernels = extend(inputs, outputs);
+    if (!work_->claim()) return;
     run_copies(kernels, work_->copies);
     for (const int role : kRoles) {
       run_all<cuda::kSealTasks>(
@@ -95,14 +64,7 @@ class AppendOp final : public CudaOp {
                               work_->format.n_kv_heads);
           });
     }
-    std::vector<cuda::CopyTask> writes;
-    for (const AppendWork::Write& write : work_->writes) {
-      for (const int role : kRoles) {
-        const mx::array& rows = inputs[static_cast<std::size_t>(role) + 1];
-        writes.push_back(work_->copy_of(write, role, rows));
-      }
-    }
-    run_copies(kernels, writes);
+    if (!work_->writes.empty()) run_copies(kernels, work_->write_tasks(inputs[1], inputs[2]));
   }
 
  private:
@@ -252,6 +214,34 @@ std::vector<mx::array> inputs_of(const mx::array& latest, const mx::array& keys,
 
 }  // namespace
 
+std::vector<cuda::CopyTask> AppendWork::write_tasks(const mx::array& keys,
+                                                    const mx::array& values) const {
+  std::vector<cuda::CopyTask> tasks;
+  tasks.reserve(2 * writes.size());
+  for (const Write& write : writes) {
+    for (const int role : kRoles) {
+      const mx::array& rows = role == 0 ? keys : values;
+      const std::size_t part = codec::part_bytes(format.raw[role]);
+      const std::size_t row = part / static_cast<std::size_t>(format.raw[role].block_size);
+      const auto element = static_cast<std::int64_t>(rows.itemsize());
+      const mx::Strides& strides = rows.strides();
+      tasks.push_back(
+          {.from = device_address(rows) +
+                   (write.batch * strides[0] + write.first_row * strides[2]) * element,
+           .to = write.to[role] + static_cast<std::size_t>(write.slot) * row,
+           .from_head = strides[1] * element,
+           .to_head = static_cast<std::int64_t>(part),
+           .n_heads = static_cast<std::uint32_t>(format.n_kv_heads),
+           .n_rows = static_cast<std::uint32_t>(write.n_tokens),
+           .from_row = strides[2] * element,
+           .from_element = strides[3] * element,
+           .row_bytes = static_cast<std::uint32_t>(row),
+           .element_bytes = static_cast<std::uint32_t>(element)});
+    }
+  }
+  return tasks;
+}
+
 mx::array CudaBackend::pending() {
   std::vector<mx::array> inputs = places_->take_changes();
   if (!inputs.empty()) {
@@ -287,10 +277,18 @@ void CudaBackend::append(const LayerFormat& format, const AppendTasks& tasks, co
   }
   const mx::Stream stream = gpu_stream();
   const std::vector<mx::array> changes = places_->take_changes();
+  const bool only_writes = work->only_writes();
+  std::vector<mx::array> inputs =
+      inputs_of(latest_link(), keys, values,
+                only_writes ? std::vector<mx::array>{} : work->device.codebooks, changes);
   extend_chain([&](const mx::array& latest) {
-    return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, work),
-                     inputs_of(latest, keys, values, work->device.codebooks, changes));
+    inputs.front() = latest;
+    return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, work), inputs);
   });
+  constexpr std::size_t kMostRows = 32;
+  if (only_writes && work->writes.size() <= kMostRows) {
+    last_append_.emplace(PlainAppend{std::move(work), std::move(inputs), stream});
+  }
 }
 
 Backend::KeysAndValues CudaBackend::gather(const LayerFormat& format, std::vector<RowBlocks> rows,

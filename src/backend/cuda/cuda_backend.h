@@ -69,6 +69,15 @@ struct DeviceFormat {
   std::vector<mlx::core::array> codebooks;
 };
 
+struct AppendWork;
+
+/// An append that only writes rows.
+struct PlainAppend {
+  std::shared_ptr<const AppendWork> work;
+  std::vector<mlx::core::array> inputs;  ///< The link before it, keys, values, and the rest.
+  mlx::core::Stream stream;
+};
+
 /// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's
 /// are. The chain's array also keeps the places, and every op keeps it until its kernels have run.
 class CudaBackend final : public Backend,
@@ -105,6 +114,7 @@ class CudaBackend final : public Backend,
   void extend_chain(MakeOp make_op) {
     const std::lock_guard guard(chain_mutex_);
     chain_ = make_op(chain_);
+    last_append_.reset();
   }
   void update_tables(std::span<const AttendRow> rows, TableUpdates& updates,
                      std::vector<const BlockTable*>& tables);
@@ -118,6 +128,9 @@ class CudaBackend final : public Backend,
   const std::shared_ptr<DevicePlaces> places_;
   mutable std::mutex chain_mutex_;
   mlx::core::array chain_;
+  /// If it is the chain's latest op. Attention that comes next writes the rows, too, unless something
+  /// that needs them before has the append's own op evaluated first.
+  std::optional<PlainAppend> last_append_;
   DeviceQuantizers quantizers_;
   std::shared_ptr<TableArena> arena_;
   std::optional<mlx::core::array> scratch_;

@@ -149,7 +149,8 @@ mx::array OpsBackend::attend(const LayerFormat& format, std::span<const AttendRo
                              const mx::array& queries, float scale, const Visibility& visibility) {
   // MLX's attention rounds scores to the queries' type on the CPU, not on other devices.
   const bool on_cpu = mx::to_stream({}).device == mx::Device::cpu;
-  const mx::Dtype dtype = on_cpu ? mx::float32 : queries.dtype();
+  const mx::Dtype dtype =
+      on_cpu ? mx::float32 : mx::promote_types(queries.dtype(), dtype_of(format.raw[0].format));
   std::optional<mx::array> sinks = visibility.sinks;
   if (sinks) sinks = mx::astype(*sinks, dtype);
   const mx::Shape out_shape{1, queries.shape(1), queries.shape(2), format.raw[1].head_dim};

@@ -16,11 +16,6 @@ namespace mx = mlx::core;
 
 namespace kvpool::detail {
 
-namespace {
-
-mx::ShapeElem as_extent(std::int64_t n) { return static_cast<mx::ShapeElem>(n); }
-mx::ShapeElem as_extent(std::size_t n) { return static_cast<mx::ShapeElem>(n); }
-
 mx::Dtype dtype_of(const codec::Format& raw) {
   switch (raw.code) {
     case codec::Code::kFp32:
@@ -31,6 +26,11 @@ mx::Dtype dtype_of(const codec::Format& raw) {
       return mx::bfloat16;
   }
 }
+
+namespace {
+
+mx::ShapeElem as_extent(std::int64_t n) { return static_cast<mx::ShapeElem>(n); }
+mx::ShapeElem as_extent(std::size_t n) { return static_cast<mx::ShapeElem>(n); }
 
 /// Whole rows of a raw block in 32-bit words.
 mx::ShapeElem row_words(const codec::PartGeometry& raw) {

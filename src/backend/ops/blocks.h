@@ -17,6 +17,9 @@ struct OpsFormat {
   std::shared_ptr<const VectorParts> vectors[2];
 };
 
+/// The type of raw rows.
+mlx::core::Dtype dtype_of(const codec::Format& raw);
+
 /// Keys (role 0) or values of tokens `from` to `to`, which `blocks` have: (n_kv_heads, tokens, dim)
 /// of `dtype`; after hadamard() if `turned`.
 mlx::core::array tokens_of(const OpsFormat& format, int role, std::span<const TokenBlock> blocks,

@@ -114,18 +114,20 @@ struct RelayParams {
 Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& from,
                           const PartFormat& to, int n_kv_heads);
 
-/// Writes to the tables that attention reads, and prepares queries.
+/// Writes to the tables that attention reads, prepares queries, and copies the rows that attention
+/// is to see.
 ///
 /// Entry k goes to blocks[places[k]], sequence k to sequences[first_sequence + k], likewise
 /// cost_before.
-template <int kEntries, int kSequences>
+template <int kEntries, int kSequences, int kCopies>
 struct PrepareParamsOf {
   BlockEntry entries[kEntries];
   std::int32_t places[kEntries];
   SequenceEntry sequences[kSequences];
   std::int32_t cost_before[kSequences + 1];
   std::int64_t query_positions[kSequences];
-  std::int32_t n_entries, n_sequences, first_sequence;
+  CopyTask copies[kCopies];
+  std::int32_t n_entries, n_sequences, first_sequence, n_copies;
   BlockEntry* to_blocks;
   SequenceEntry* to_sequences;
   std::int32_t* to_cost_before;
@@ -144,24 +146,12 @@ struct PrepareParamsOf {
   float scale;
 };
 /// A step's, and what a launch takes at most: what it carries is part of its time.
-inline constexpr int kStepEntries = 4, kStepSequences = 2;
-inline constexpr int kTableEntries = 64, kTableSequences = 32;
-using StepParams = PrepareParamsOf<kStepEntries, kStepSequences>;
-using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences>;
+inline constexpr int kStepEntries = 4, kStepSequences = 2, kStepCopies = 4;
+inline constexpr int kTableEntries = 32, kTableSequences = 16, kTableCopies = 32;
+using StepParams = PrepareParamsOf<kStepEntries, kStepSequences, kStepCopies>;
+using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences, kTableCopies>;
 template <class Params>
 Launch<Params> prepare_tables(const Params& params);
-
-/// Results (sequences, heads, dim) in the space of sealed values, brought back from it and rounded
-/// to `out`; those of sequences without tokens are zeros.
-struct LeaveParams {
-  const float* results;
-  void* out;
-  Element out_type;
-  std::int32_t n_rows, n_heads, n_kv_heads, dim;
-  PartFormat sealed_values;
-  const std::int32_t* cost_before;  ///< As DecodeParams has it.
-};
-Launch<LeaveParams> leave_space(const LeaveParams& params);
 
 /// Attention of any kind over blocks of any format: slower than decode.h's.
 struct AttendParams {

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "kernels/cuda/config.cuh"
 #include "kernels/cuda/decode.h"
@@ -33,6 +35,24 @@ KernelChoice choose_kernel(const Geometry& g, int sets) {
 int unit_tiles(const Geometry& g) {
   if (g.sealed == Sealed::kVector) return g.key_sub == 2 || g.value_sub == 2 ? 1 : 2;
   return is_kivi(g.sealed) || g.sealed == Sealed::kInt2 ? 2 : 1;
+}
+
+/// Asks the driver once for each kernel and device.
+cudaError_t make_ready(const KernelChoice& kernel, bool has_table) {
+  thread_local std::set<std::pair<const void*, int>> ready;
+  int device = 0;
+  if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (ready.contains({kernel.function, device})) return cudaSuccess;
+  int reserved = 0;
+  if (has_table && (cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock,
+                                           device) != cudaSuccess ||
+                    reserved != static_cast<int>(kTable))) {
+    return cudaErrorNotSupported;
+  }
+  const cudaError_t e = cudaFuncSetAttribute(
+      kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  if (e == cudaSuccess) ready.insert({kernel.function, device});
+  return e;
 }
 
 int key_tile_bytes(const Geometry& g) {
@@ -110,18 +130,9 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   const int chunks = (group + 7) / 8, chunk_heads = (group + chunks - 1) / chunks;
   const KernelChoice kernel = choose_kernel(g, chunk_heads > 4 ? 2 : 1);
   if (kernel.function == nullptr) return cudaErrorNotSupported;
-  if (g.sealed == Sealed::kVector) {
-    int device = 0, reserved = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device) !=
-            cudaSuccess ||
-        reserved != static_cast<int>(kTable)) {
-      return cudaErrorNotSupported;
-    }
+  if (const cudaError_t e = make_ready(kernel, g.sealed == Sealed::kVector); e != cudaSuccess) {
+    return e;
   }
-  const cudaError_t e = cudaFuncSetAttribute(
-      kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  if (e != cudaSuccess) return e;
 
   launch->function = kernel.function;
   launch->grid =

@@ -84,7 +84,7 @@ struct DecodeParams {
   const std::int8_t* value_codebook;
   const float* value_scale;
   int codebook_per_head;
-  /// The space of sealed values. `out` is in it, too, and should be fp32 for what brings it back.
+  /// The space of sealed values, which sums are brought back from.
   /// kVector: as HeadTransform has it, but never rotated, (n_kv_heads, head_dim) and whether there is
   /// a Hadamard transform, (n_kv_heads); all null: none.
   const float* value_smooth;

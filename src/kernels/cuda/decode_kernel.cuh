@@ -286,6 +286,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
       if (new_table) codewords.load(p, next.kv_head);
     }
 
+    // The merge brings results back from the space of sealed values.
+    const bool is_done = now.whole && !has_value_space<C>(p);
     // The warps' results to the block's, four heads at a time.
     float* slot =
         slots + (2 * static_cast<std::size_t>(blockIdx.x) + (now.low <= low ? 0 : 1)) * kSlotFloats;
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
         }
         if constexpr (C::kVq) x *= value_unit(now);
         x *= 1.F / C::kValueUnit;
-        if (now.whole) {
+        if (is_done) {
           const float sum = merge_total[C::kHeads + h];
           store(p.out, p.out_type, (static_cast<std::size_t>(now.row) + h) * C::kDim + d,
                 sum > 0 ? x / sum : 0.F);
@@ -346,7 +348,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
         }
       }
     }
-    if (!now.whole) {
+    if (!is_done) {
       const auto block_of = [&](int x) {
         const int cut = longer * (share + 1);
         return x < cut ? x / (share + 1) : longer + (x - cut) / share;

@@ -29,7 +29,48 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// Raw tiles beside sealed ones: few, read straight from memory.
+/// Whether results are summed in a space that is not the model's own.
+template <class C>
+__device__ __forceinline__ bool has_value_space(const DecodeParams& p) {
+  if constexpr (C::kRawOnly) return false;
+  return C::kVq ? p.value_smooth != nullptr : p.turned_values != 0;
+}
+
+/// Brings one head's result back from the space of sealed values; x[u] is of channel 32u + lane.
+template <class C>
+__device__ __forceinline__ void leave_space(const DecodeParams& p, int kv_head, int lane,
+                                            float (&x)[C::kSteps]) {
+  if (!C::kVq || p.value_hadamard[kv_head]) {
+    constexpr float kUnit = C::kDim == 128 ? 0.088388347648318441F : 0.125F;
+#pragma unroll
+    for (int u = 0; u < C::kSteps; ++u) {
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const float other = __shfl_xor_sync(kAllLanes, x[u], d);
+        x[u] = lane & d ? other - x[u] : x[u] + other;
+      }
+    }
+#pragma unroll
+    for (int half = 1; half < C::kSteps; half *= 2) {
+#pragma unroll
+      for (int u = 0; u < C::kSteps; ++u) {
+        if (u & half) continue;
+        const float a = x[u], b = x[u | half];
+        x[u] = a + b;
+        x[u | half] = a - b;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < C::kSteps; ++u) x[u] *= kUnit;
+  }
+  if constexpr (C::kVq) {
+#pragma unroll
+    for (int u = 0; u < C::kSteps; ++u) {
+      const int at = kv_head * C::kDim + 32 * u + lane;
+      x[u] = x[u] * __ldg(p.value_smooth + at) + __ldg(p.value_mean + at);
+    }
+  }
+}
 
 /// Zeros for sequences without tokens, shared out among the blocks.
 template <class C>
@@ -103,13 +144,21 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
   }
   sums[threadIdx.x] = x;
   __syncthreads();
-  for (int k = threadIdx.x; k < now.n_heads * C::kDim; k += C::kThreads) {
-    float sum = 0;
+  for (int h = warp; h < now.n_heads; h += C::kWarps) {
+    float sum[C::kSteps] = {};
 #pragma unroll
-    for (int j = 0; j < kSharers; ++j) {
-      sum += merge_o[j * kFours * 4 + k];
+    for (int u = 0; u < C::kSteps; ++u) {
+#pragma unroll
+      for (int j = 0; j < kSharers; ++j) {
+        sum[u] += merge_o[j * kFours * 4 + h * C::kDim + 32 * u + lane];
+      }
     }
-    store(p.out, p.out_type, static_cast<std::size_t>(now.row) * C::kDim + k, sum);
+    if (has_value_space<C>(p)) leave_space<C>(p, now.kv_head, lane, sum);
+#pragma unroll
+    for (int u = 0; u < C::kSteps; ++u) {
+      store(p.out, p.out_type, (static_cast<std::size_t>(now.row) + h) * C::kDim + 32 * u + lane,
+            sum[u]);
+    }
   }
 }
 

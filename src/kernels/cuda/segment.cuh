@@ -12,7 +12,7 @@ struct alignas(16) Segment {
   int head, kv_head, n_heads, seq, row;  // row: of the queries' and of the output's first head.
   /// On the line: where the pair's work starts and ends, and where the segment ends.
   int low, high, stop;
-  bool whole;
+  bool whole;  ///< All of the pair's work, so that there is nothing to merge.
   int first_raw, raw_from, raw_to;           // Tiles, from entry first_raw on.
   int first_sealed, sealed_from, sealed_to;  // Units, from entry first_sealed on.
 };

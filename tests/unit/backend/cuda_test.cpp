@@ -10,6 +10,7 @@
 #include <ostream>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "kvpool/paged_kv_cache.h"
@@ -30,11 +31,15 @@ struct Case {
   int group_size = 32;
   int n_heads = 8;
   bool hadamard = true;
+  /// Formats whose codes the layer has, as one of a set whose layers differ; empty: the format's own.
+  std::string key_code = {}, value_code = {};
 };
 std::ostream& operator<<(std::ostream& out, const Case& c) {
-  return out << c.keys << "/" << c.values << " " << c.dtype << " D" << c.head_dim << "/"
+  out << c.keys << "/" << c.values << " " << c.dtype << " D" << c.head_dim << "/"
              << c.value_dim << " block " << c.block_size << " group " << c.group_size << " heads "
              << c.n_heads << (c.hadamard ? "" : " plain");
+  if (!c.key_code.empty()) out << " codes of " << c.key_code << "/" << c.value_code;
+  return out;
 }
 
 class OnDevice {
@@ -51,11 +56,16 @@ class OnDevice {
 /// Rotated keys, and values so, too, but for shapes that the decode kernel takes.
 std::shared_ptr<const VecInferCodebooks> codebooks(const std::string& format, const Case& c) {
   using enum codec::Role;
-  const codec::Code code = codec::code_of(format);
-  VecInferStream keys =
-      testing::codebook_stream(codec::vector_code(code, kKeys), 2, kKvHeads, c.head_dim);
-  VecInferStream values =
-      testing::codebook_stream(codec::vector_code(code, kValues), 2, kKvHeads, c.head_dim);
+  const auto stream = [&](codec::Role role, const std::string& of_layer) {
+    const codec::VectorCode own = codec::vector_code(codec::code_of(format), role);
+    if (of_layer.empty()) return testing::codebook_stream(own, 2, kKvHeads, c.head_dim);
+    const codec::Code fewest = codec::code_of("vecinfer1");
+    return testing::codebook_stream({codec::vector_code(fewest, role),
+                                     codec::vector_code(codec::code_of(of_layer), role)},
+                                    kKvHeads, c.head_dim);
+  };
+  VecInferStream keys = stream(kKeys, c.key_code);
+  VecInferStream values = stream(kValues, c.value_code);
   if (c.block_size % 32 == 0) values.rotation.reset();
   if (!c.hadamard) keys.rotation.reset();
   values.hadamard = c.hadamard;
@@ -286,6 +296,53 @@ TEST_P(Cuda, ForksAndTrims) {
   right_attention(pair, 1, 5, 6);
 }
 
+/// Attention writes the rows that were appended just before, unless a fetch needs them first.
+TEST_P(Cuda, RowsAreThereWhoeverIsEvaluatedFirst) {
+  for (const bool fetched_first : {true, false}) {
+    for (const bool together : {true, false}) {
+      Pair pair(GetParam());
+      append(pair, 2, 37, 1);
+      append(pair, 2, 1, 2);
+      std::optional<mx::array> keys, values, attended;
+      const mx::array q = queries(2, 1, 3);
+      {
+        const OnDevice device(mx::Device::gpu);
+        std::tie(keys, values) = pair.gpu().fetch();
+        attended = pair.gpu().attend(q, kScale, {true, {}});
+        std::vector<mx::array> first{*attended}, second{*keys, *values};
+        if (fetched_first) std::swap(first, second);
+        if (together) first.insert(first.end(), second.begin(), second.end());
+        mx::eval(first);
+        mx::eval(second);
+      }
+      const OnDevice device(mx::Device::cpu);
+      const auto [cpu_keys, cpu_values] = pair.cpu().fetch();
+      near(cpu_keys, *keys, epsilon(GetParam().dtype), "keys");
+      near(cpu_values, *values, epsilon(GetParam().dtype), "values");
+      append(pair, 2, 1, 4);
+      right_attention(pair, 2, 1, 5);
+      same_rows(pair);
+    }
+  }
+}
+
+TEST_P(Cuda, AttentionWritesWhatWasAppendedOnAnotherStream) {
+  Pair pair(GetParam());
+  append(pair, 2, 37, 1);
+  const mx::Stream other = mx::new_stream(mx::Device::gpu);
+  for (int step = 0; step < 3; ++step) {
+    const auto [k, v] = rows(2, 1, 10 + step);
+    pair.cpu().append(k, v);
+    {
+      const OnDevice device(mx::Device::gpu);
+      const mx::StreamContext context(other);
+      pair.gpu().append(k, v);
+    }
+    right_attention(pair, 2, 1, 20 + step);
+  }
+  same_rows(pair);
+}
+
 TEST_P(Cuda, ATableIsSentThoughNoQueryIsAsked) {
   Pair pair(GetParam());
   append(pair, 2, 0, 1);
@@ -356,6 +413,19 @@ std::vector<Case> cases() {
     all.push_back({format, format, mx::float16, 80, 80, 16});
     all.push_back({format, format, mx::bfloat16, 256, 256, 24, 64, 2});
     all.push_back({format, format, mx::float16, 96, value_dim, 32});
+  }
+  for (const std::string keys : {"vecinfer4", "vecinfer2", "vecinfer1"}) {
+    for (const std::string values : {"vecinfer4", "vecinfer2", "vecinfer1"}) {
+      const Case mix{.keys = "vecinfer3", .values = "vecinfer3", .dtype = mx::bfloat16,
+                     .head_dim = 128, .value_dim = 128, .block_size = 32,
+                     .key_code = keys, .value_code = values};
+      all.push_back(mix);
+      all.push_back(mix);
+      all.back().dtype = mx::float16;
+      all.back().head_dim = all.back().value_dim = 64;
+      all.back().block_size = 64;
+      all.back().n_heads = 6;
+    }
   }
   all.push_back({"int8", "int4", mx::bfloat16, 128, 128, 32});
   all.push_back({"kivi2", "raw", mx::float16, 64, 64, 32});
