@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backend/recover.h"
 #include "kernels/kernels.h"
 
 namespace mx = mlx::core;
@@ -52,5 +53,7 @@ mx::array NativeBackend::pending() {
   const std::lock_guard guard(chain_mutex_);
   return chain_;
 }
+
+std::int64_t NativeBackend::recover() { return recover_chain(pending()); }
 
 }  // namespace kvpool::detail

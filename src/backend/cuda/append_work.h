@@ -33,9 +33,10 @@ struct AppendWork {
   bool only_writes() const noexcept {
     return copies.empty() && seals[0].empty() && seals[1].empty();
   }
-  /// The writes, of these keys and values.
-  std::vector<cuda::CopyTask> write_tasks(const mlx::core::array& keys,
-                                          const mlx::core::array& values) const;
+  /// How the rows of keys (role 0) or values lie, and where a write's lie.
+  cuda::RowLayout layout(int role, const mlx::core::array& rows) const;
+  cuda::NewRows new_rows(const Write& write, const mlx::core::array& keys,
+                         const mlx::core::array& values) const;
   /// True for the first op that asks: it does the work.
   bool claim() const noexcept { return !claimed_.test_and_set(); }
 

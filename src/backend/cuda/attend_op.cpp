@@ -42,6 +42,9 @@ struct AttendWork {
   std::vector<std::int32_t> cost_before;
   std::vector<std::int64_t> query_positions;
   cuda::AttendParams params{};
+  cuda::BlockEntry* blocks = nullptr;
+  std::byte* scratch = nullptr;
+  void* workspace = nullptr;
   ScratchPlan plan{};
   bool decode = false;  ///< The fast kernel can do it.
   /// Sealed keys, or values, are in a space of their own, and there are some.
@@ -78,9 +81,8 @@ ScratchPlan plan_of(const AttendWork& work) {
   return plan;
 }
 
-/// Inputs: the link, queries, the tables, scratch memory, the decode kernel's workspace, memory for
-/// the result, the mask and the sinks if there are any, the append's keys and values likewise, then
-/// what must only come before it.
+/// Inputs: the link, queries, memory for the result, the mask and the sinks if there are any, the
+/// append's keys and values likewise, then what must only come before it.
 class AttendOp final : public CudaOp {
  public:
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
@@ -90,27 +92,23 @@ class AttendOp final : public CudaOp {
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const mx::array& queries = inputs[1];
     mx::array& out = outputs[1];
-    out.copy_shared_buffer(inputs[5], out.strides(), {true, true, false}, out.size());
+    out.copy_shared_buffer(inputs[2], out.strides(), {true, true, false}, out.size());
     KernelQueue kernels = extend(inputs, outputs);
-    std::byte* const scratch = device_address(inputs[3]);
-    std::vector<cuda::CopyTask> writes;
-    if (const AppendWork* append = work_->append.get(); append != nullptr && append->claim()) {
-      const std::size_t keys = 6U + work_->has_mask + work_->has_sinks;
-      writes = append->write_tasks(inputs[keys], inputs[keys + 1]);
-    }
-    prepare(kernels, queries, writes, device_address(inputs[2]), scratch);
+    prepare(kernels, inputs);
     if (out.size() == 0) return;
     if (work_->decode) {
-      decode(kernels, inputs, out);
+      decode(kernels, queries, out);
     } else {
       attend(kernels, inputs, out);
     }
   }
 
  private:
+  static constexpr std::size_t kFirstOption = 3;
+
   template <typename T>
-  static T* at(std::byte* memory, std::size_t offset) {
-    return reinterpret_cast<T*>(memory + offset);
+  T* scratch(std::size_t offset) const {
+    return reinterpret_cast<T*>(work_->scratch + offset);
   }
 
   /// Whether the decode kernel has queries in fp32, from prepare().
@@ -119,30 +117,34 @@ class AttendOp final : public CudaOp {
   }
 
   /// Rows, tables, and queries for the decode kernel.
-  void prepare(KernelQueue& kernels, const mx::array& queries,
-               const std::vector<cuda::CopyTask>& writes, std::byte* tables,
-               std::byte* scratch) const {
-    if (work_->updates.entries.size() <= cuda::kStepEntries &&
-        work_->sequences.size() <= cuda::kStepSequences && writes.size() <= cuda::kStepCopies) {
-      send<cuda::kStepEntries, cuda::kStepSequences, cuda::kStepCopies>(kernels, queries, writes,
-                                                                        tables, scratch);
+  void prepare(KernelQueue& kernels, const std::vector<mx::array>& inputs) const {
+    const AttendWork& w = *work_;
+    const std::size_t n_rows =
+        w.append != nullptr && w.append->claim() ? w.append->writes.size() : 0;
+    const auto fits = [&]<class Sizes>(Sizes) {
+      return w.decode && w.updates.grown_places.size() <= Sizes::kGrown &&
+             w.updates.entries.size() <= Sizes::kEntries &&
+             w.sequences.size() <= Sizes::kSequences && n_rows <= Sizes::kRows;
+    };
+    if (fits(cuda::OneStep())) {
+      send<cuda::OneStep>(kernels, inputs, n_rows);
+    } else if (fits(cuda::Step())) {
+      send<cuda::Step>(kernels, inputs, n_rows);
     } else {
-      send<cuda::kTableEntries, cuda::kTableSequences, cuda::kTableCopies>(kernels, queries, writes,
-                                                                           tables, scratch);
+      send<cuda::Tables>(kernels, inputs, n_rows);
     }
   }
 
-  template <int kEntries, int kSequences, int kCopies>
-  void send(KernelQueue& kernels, const mx::array& queries,
-            const std::vector<cuda::CopyTask>& writes, std::byte* tables,
-            std::byte* scratch) const {
+  template <class Sizes>
+  void send(KernelQueue& kernels, const std::vector<mx::array>& inputs, std::size_t n_rows) const {
     const AttendWork& w = *work_;
-    cuda::PrepareParamsOf<kEntries, kSequences, kCopies> p{};
+    const mx::array& queries = inputs[1];
+    cuda::PrepareParams<Sizes> p{};
     p.n_kv_heads = w.params.n_kv_heads;
-    p.to_blocks = at<cuda::BlockEntry>(tables, 0);
-    p.to_sequences = at<cuda::SequenceEntry>(scratch, w.plan.sequences);
-    p.to_cost_before = at<std::int32_t>(scratch, w.plan.costs);
-    p.to_query_positions = at<std::int64_t>(scratch, w.plan.positions);
+    p.to_blocks = w.blocks;
+    p.to_sequences = scratch<cuda::SequenceEntry>(w.plan.sequences);
+    p.to_cost_before = scratch<std::int32_t>(w.plan.costs);
+    if (!w.decode) p.to_query_positions = scratch<std::int64_t>(w.plan.positions);
     if (takes_copy(queries)) {
       p.queries = device_address(queries);
       p.query_type = w.params.type;
@@ -152,65 +154,75 @@ class AttendOp final : public CudaOp {
       p.query_strides[0] = queries.strides(0);
       p.query_strides[1] = queries.strides(1);
       p.query_strides[2] = queries.strides(3);
-      p.to_queries = at<float>(scratch, w.plan.queries);
+      p.to_queries = scratch<float>(w.plan.queries);
       if (w.key_space) {
-        p.to_sealed = at<float>(scratch, w.plan.sealed_queries);
-        p.to_bias = at<float>(scratch, w.plan.biases);
+        p.to_sealed = scratch<float>(w.plan.sealed_queries);
+        p.to_bias = scratch<float>(w.plan.biases);
         p.sealed_keys = w.device.sealed[0];
         p.scale = w.params.scale;
       }
     }
+    const std::size_t keys = kFirstOption + (w.has_mask ? 1 : 0) + (w.has_sinks ? 1 : 0);
+    for (std::size_t role = 0; n_rows > 0 && role < 2; ++role) {
+      p.layouts[role] = w.append->layout(static_cast<int>(role), inputs[keys + role]);
+    }
+    // How many of `all` are left after `done`, as many as a launch takes.
+    const auto next = [](std::size_t all, std::size_t done, int most) {
+      return std::min(all - done, static_cast<std::size_t>(most));
+    };
+    const TableUpdates& u = w.updates;
+    std::size_t grown = 0;
     std::size_t entry = 0;
     std::size_t sequence = 0;
-    std::size_t copy = 0;
-    while (entry < w.updates.entries.size() || sequence < w.sequences.size() ||
-           copy < writes.size()) {
-      const std::size_t n_entries =
-          std::min<std::size_t>(kEntries, w.updates.entries.size() - entry);
-      const std::size_t n_sequences =
-          std::min<std::size_t>(kSequences, w.sequences.size() - sequence);
-      const std::size_t n_copies = std::min<std::size_t>(kCopies, writes.size() - copy);
-      std::copy_n(writes.begin() + static_cast<std::ptrdiff_t>(copy), n_copies, p.copies);
-      std::copy_n(w.updates.entries.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
-                  p.entries);
-      std::copy_n(w.updates.places.begin() + static_cast<std::ptrdiff_t>(entry), n_entries,
-                  p.places);
-      std::copy_n(w.sequences.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences,
-                  p.sequences);
-      std::copy_n(w.query_positions.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences,
-                  p.query_positions);
-      if (n_sequences > 0) {
-        std::copy_n(w.cost_before.begin() + static_cast<std::ptrdiff_t>(sequence), n_sequences + 1,
-                    p.cost_before);
+    std::size_t row = 0;
+    while (grown < u.grown_places.size() || entry < u.entries.size() ||
+           sequence < w.sequences.size() || row < n_rows) {
+      const std::size_t n_grown = next(u.grown_places.size(), grown, Sizes::kGrown);
+      const std::size_t n_entries = next(u.entries.size(), entry, Sizes::kEntries);
+      const std::size_t n_sequences = next(w.sequences.size(), sequence, Sizes::kSequences);
+      const std::size_t n_new_rows = next(n_rows, row, Sizes::kRows);
+      std::copy_n(u.grown_places.data() + grown, n_grown, p.grown_places);
+      std::copy_n(u.grown_ends.data() + grown, n_grown, p.grown_ends);
+      std::copy_n(u.entries.data() + entry, n_entries, p.entries);
+      std::copy_n(u.places.data() + entry, n_entries, p.places);
+      std::copy_n(w.sequences.data() + sequence, n_sequences, p.sequences);
+      if (!w.decode) {
+        std::copy_n(w.query_positions.data() + sequence, n_sequences, p.query_positions);
       }
+      if (n_sequences > 0) {
+        std::copy_n(w.cost_before.data() + sequence, n_sequences + 1, p.cost_before);
+      }
+      for (std::size_t i = 0; i < n_new_rows; ++i) {
+        p.rows[i] = w.append->new_rows(w.append->writes[row + i], inputs[keys], inputs[keys + 1]);
+      }
+      p.n_grown = static_cast<std::int32_t>(n_grown);
       p.n_entries = static_cast<std::int32_t>(n_entries);
       p.n_sequences = static_cast<std::int32_t>(n_sequences);
       p.first_sequence = static_cast<std::int32_t>(sequence);
-      p.n_copies = static_cast<std::int32_t>(n_copies);
-      kernels.run(cuda::prepare_tables(p));
+      p.n_new_rows = static_cast<std::int32_t>(n_new_rows);
+      kernels.run(cuda::prepare_tables<Sizes>(p));
       p.queries = nullptr;
+      grown += n_grown;
       entry += n_entries;
       sequence += n_sequences;
-      copy += n_copies;
+      row += n_new_rows;
     }
   }
 
-  void decode(KernelQueue& kernels, const std::vector<mx::array>& inputs,
-              const mx::array& out) const {
+  void decode(KernelQueue& kernels, const mx::array& queries, const mx::array& out) const {
     const AttendWork& w = *work_;
-    std::byte* const scratch = device_address(inputs[3]);
     cuda::DecodeParams p{};
-    p.blocks = at<const cuda::BlockEntry>(device_address(inputs[2]), 0);
-    p.sequences = at<const cuda::SequenceEntry>(scratch, w.plan.sequences);
-    p.cost_before = at<const std::int32_t>(scratch, w.plan.costs);
-    p.workspace = device_address(inputs[4]);
+    p.blocks = w.blocks;
+    p.sequences = scratch<const cuda::SequenceEntry>(w.plan.sequences);
+    p.cost_before = scratch<const std::int32_t>(w.plan.costs);
+    p.workspace = w.workspace;
     p.scale = w.params.scale;
     p.n_sequences = w.params.n_sequences;
-    p.queries = device_address(inputs[1]);
+    p.queries = device_address(queries);
     p.query_type = p.out_type = w.params.type;
     p.out = device_address(out);
-    if (takes_copy(inputs[1])) {
-      p.queries = scratch + w.plan.queries;
+    if (takes_copy(queries)) {
+      p.queries = scratch<const float>(w.plan.queries);
       p.query_type = cuda::Element::kFp32;
     }
     if (w.device.geometry.sealed == cuda::Sealed::kVector) {
@@ -221,7 +233,7 @@ class AttendOp final : public CudaOp {
       p.value_codebook = values.centroids;
       p.value_scale = values.scales;
       p.codebook_per_head = 1;
-      if (w.key_space) p.sealed_bias = at<const float>(scratch, w.plan.biases);
+      if (w.key_space) p.sealed_bias = scratch<const float>(w.plan.biases);
       if (w.value_space) {
         p.value_smooth = values.smooth;
         p.value_mean = values.mean;
@@ -231,7 +243,7 @@ class AttendOp final : public CudaOp {
     } else {
       p.turned_values = w.value_space ? 1 : 0;
     }
-    if (w.key_space) p.sealed_queries = scratch + w.plan.sealed_queries;
+    if (w.key_space) p.sealed_queries = scratch<const float>(w.plan.sealed_queries);
     cuda::DecodeLaunch launch;
     if (const cudaError_t error = cuda::prepare(w.device.geometry, p, n_processors(), &launch);
         error != cudaSuccess) {
@@ -244,17 +256,16 @@ class AttendOp final : public CudaOp {
   void attend(KernelQueue& kernels, const std::vector<mx::array>& inputs,
               const mx::array& out) const {
     const AttendWork& w = *work_;
-    std::byte* const scratch = device_address(inputs[3]);
     cuda::AttendParams p = w.params;
-    p.blocks = at<const cuda::BlockEntry>(device_address(inputs[2]), 0);
-    p.sequences = at<const cuda::SequenceEntry>(scratch, w.plan.sequences);
-    p.query_positions = at<const std::int64_t>(scratch, w.plan.positions);
+    p.blocks = w.blocks;
+    p.sequences = scratch<const cuda::SequenceEntry>(w.plan.sequences);
+    p.query_positions = scratch<const std::int64_t>(w.plan.positions);
     p.queries = device_address(inputs[1]);
     p.out = device_address(out);
-    std::size_t next = 6;
+    std::size_t next = kFirstOption;
     if (w.has_mask) p.mask = device_address(inputs[next++]);
     if (w.has_sinks) p.sinks = reinterpret_cast<const float*>(device_address(inputs[next++]));
-    p.partials = at<float>(scratch, w.plan.partials);
+    p.partials = scratch<float>(w.plan.partials);
     kernels.run(cuda::attend(p));
     if (p.n_splits > 1) kernels.run(cuda::merge(p));
   }
@@ -291,7 +302,12 @@ bool fits_fused_prefill(const LayerFormat& format, std::span<const AttendRow> ro
 void CudaBackend::update_tables(std::span<const AttendRow> rows, TableUpdates& updates,
                                 std::vector<const BlockTable*>& tables) {
   constexpr std::int32_t kFirstEntries = 1 << 12;
-  if (arena_ == nullptr) arena_ = std::make_shared<TableArena>(kFirstEntries);
+  const auto make_arena = [this](std::int32_t n_entries) {
+    return std::make_shared<TableArena>(
+        n_entries,
+        OpMemory(changes_, static_cast<std::size_t>(n_entries) * sizeof(cuda::BlockEntry)));
+  };
+  if (arena_ == nullptr) arena_ = make_arena(kFirstEntries);
   for (std::size_t i = 0; i < rows.size();) {
     std::shared_ptr<void>& attachment = rows[i].sequence->attachment();
     if (attachment == nullptr) attachment = std::make_shared<BlockTable>();
@@ -302,18 +318,18 @@ void CudaBackend::update_tables(std::span<const AttendRow> rows, TableUpdates& u
       continue;
     }
     // A larger arena, for all rows anew; other caches' rows follow when they attend.
-    arena_ = std::make_shared<TableArena>(2 * arena_->n_entries());
+    arena_ = make_arena(2 * arena_->n_entries());
     updates = {};
     tables.clear();
     i = 0;
   }
 }
 
-mx::array CudaBackend::scratch(std::size_t bytes) {
-  if (!scratch_ || scratch_->nbytes() < bytes) {
-    scratch_ = device_bytes(std::bit_ceil(std::max<std::size_t>(bytes, 1 << 16)));
+std::byte* CudaBackend::scratch(std::size_t bytes) {
+  if (!scratch_ || scratch_->size() < bytes) {
+    scratch_ = OpMemory(changes_, std::bit_ceil(std::max<std::size_t>(bytes, 1 << 16)));
   }
-  return *scratch_;
+  return scratch_->address();
 }
 
 mx::array CudaBackend::result_memory(std::size_t bytes) {
@@ -335,7 +351,7 @@ mx::array CudaBackend::result_memory(std::size_t bytes) {
   return memories.emplace_back(make());
 }
 
-mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
+void* CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences) {
   const std::size_t bytes = cuda::workspace_bytes(
       g, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n_sequences))), n_processors());
   const std::array<int, 9> key{g.n_heads,
@@ -348,10 +364,10 @@ mx::array CudaBackend::decode_workspace(const cuda::Geometry& g, int n_sequences
                                static_cast<int>(g.sealed),
                                static_cast<int>(g.raw)};
   auto found = workspaces_.find(key);
-  if (found == workspaces_.end() || found->second.nbytes() < bytes) {
-    found = workspaces_.insert_or_assign(key, device_bytes(bytes)).first;
+  if (found == workspaces_.end() || found->second.size() < bytes) {
+    found = workspaces_.insert_or_assign(key, OpMemory(changes_, bytes)).first;
   }
-  return found->second;
+  return found->second.address();
 }
 
 mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendRow> rows,
@@ -411,16 +427,15 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   p.n_splits = cuda::attend_splits(p, most_blocks, n_processors());
   work->plan = plan_of(*work);
 
-  const mx::array& arena = arena_->memory();
+  work->blocks = arena_->entries();
+  work->scratch = scratch(work->plan.total);
+  if (work->decode) work->workspace = decode_workspace(geometry, p.n_sequences);
   mx::Shape out_shape = queries.shape();
   out_shape[3] = p.value_dim;
   std::size_t out_elements = 1;
   for (const mx::ShapeElem extent : out_shape) out_elements *= static_cast<std::size_t>(extent);
   std::vector<mx::array> inputs{latest_link(),
                                 work->decode ? queries : mx::contiguous(queries, false, stream),
-                                arena,
-                                scratch(work->plan.total),
-                                work->decode ? decode_workspace(geometry, p.n_sequences) : arena,
                                 result_memory(out_elements * mx::size_of(queries.dtype()))};
   if (visibility.mask) {
     attention::Mask mask;
@@ -437,7 +452,7 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
   }
 
   mx::array out = queries;
-  std::vector<mx::array> changes = places_->take_changes();
+  const std::vector<mx::array> changes = take_changes();
   extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;
     if (last_append_ && last_append_->stream == stream) {
@@ -445,7 +460,6 @@ mx::array CudaBackend::attend(const LayerFormat& format, std::span<const AttendR
       inputs.insert(inputs.end(), last_append_->inputs.begin() + 1, last_append_->inputs.end());
       work->append = last_append_->work;
     }
-    inputs.insert(inputs.end(), work->device.codebooks.begin(), work->device.codebooks.end());
     inputs.insert(inputs.end(), changes.begin(), changes.end());
     auto outputs =
         mx::array::make_arrays({latest.shape(), out_shape}, {mx::uint8, queries.dtype()},

@@ -64,7 +64,25 @@ class AppendOp final : public CudaOp {
                               work_->format.n_kv_heads);
           });
     }
-    if (!work_->writes.empty()) run_copies(kernels, work_->write_tasks(inputs[1], inputs[2]));
+    std::vector<cuda::CopyTask> writes;
+    for (const AppendWork::Write& write : work_->writes) {
+      const cuda::NewRows rows = work_->new_rows(write, inputs[1], inputs[2]);
+      for (const int role : kRoles) {
+        const cuda::RowLayout layout =
+            work_->layout(role, inputs[static_cast<std::size_t>(role) + 1]);
+        writes.push_back({.from = rows.from[role],
+                          .to = rows.to[role],
+                          .from_head = layout.from_head,
+                          .to_head = layout.to_head,
+                          .n_heads = static_cast<std::uint32_t>(work_->format.n_kv_heads),
+                          .n_rows = rows.n_rows,
+                          .from_row = layout.from_row,
+                          .from_element = layout.from_element,
+                          .row_bytes = layout.row_bytes,
+                          .element_bytes = layout.element_bytes});
+      }
+    }
+    run_copies(kernels, writes);
   }
 
  private:
@@ -204,46 +222,43 @@ class WriteImage final : public CudaOp {
 
 /// The link, two arrays, and what only has to come before the op and to stay until it has run.
 std::vector<mx::array> inputs_of(const mx::array& latest, const mx::array& keys,
-                                 const mx::array& values, const std::vector<mx::array>& codebooks,
-                                 const std::vector<mx::array>& changes = {}) {
+                                 const mx::array& values, const std::vector<mx::array>& changes) {
   std::vector<mx::array> inputs{latest, keys, values};
-  inputs.insert(inputs.end(), codebooks.begin(), codebooks.end());
   inputs.insert(inputs.end(), changes.begin(), changes.end());
   return inputs;
 }
 
 }  // namespace
 
-std::vector<cuda::CopyTask> AppendWork::write_tasks(const mx::array& keys,
-                                                    const mx::array& values) const {
-  std::vector<cuda::CopyTask> tasks;
-  tasks.reserve(2 * writes.size());
-  for (const Write& write : writes) {
-    for (const int role : kRoles) {
-      const mx::array& rows = role == 0 ? keys : values;
-      const std::size_t part = codec::part_bytes(format.raw[role]);
-      const std::size_t row = part / static_cast<std::size_t>(format.raw[role].block_size);
-      const auto element = static_cast<std::int64_t>(rows.itemsize());
-      const mx::Strides& strides = rows.strides();
-      tasks.push_back(
-          {.from = device_address(rows) +
-                   (write.batch * strides[0] + write.first_row * strides[2]) * element,
-           .to = write.to[role] + static_cast<std::size_t>(write.slot) * row,
-           .from_head = strides[1] * element,
-           .to_head = static_cast<std::int64_t>(part),
-           .n_heads = static_cast<std::uint32_t>(format.n_kv_heads),
-           .n_rows = static_cast<std::uint32_t>(write.n_tokens),
-           .from_row = strides[2] * element,
-           .from_element = strides[3] * element,
-           .row_bytes = static_cast<std::uint32_t>(row),
-           .element_bytes = static_cast<std::uint32_t>(element)});
-    }
+cuda::RowLayout AppendWork::layout(int role, const mx::array& rows) const {
+  const std::size_t part = codec::part_bytes(format.raw[role]);
+  const auto element = static_cast<std::int64_t>(rows.itemsize());
+  return {.from_head = rows.strides(1) * element,
+          .to_head = static_cast<std::int64_t>(part),
+          .from_row = rows.strides(2) * element,
+          .from_element = rows.strides(3) * element,
+          .row_bytes =
+              static_cast<std::uint32_t>(part / static_cast<std::size_t>(format.raw[role].block_size)),
+          .element_bytes = static_cast<std::uint32_t>(element)};
+}
+
+cuda::NewRows AppendWork::new_rows(const Write& write, const mx::array& keys,
+                                   const mx::array& values) const {
+  cuda::NewRows result{};
+  result.n_rows = static_cast<std::uint32_t>(write.n_tokens);
+  for (const int role : kRoles) {
+    const mx::array& rows = role == 0 ? keys : values;
+    result.from[role] = device_address(rows) + (write.batch * rows.strides(0) +
+                                                write.first_row * rows.strides(2)) *
+                                                   static_cast<std::int64_t>(rows.itemsize());
+    result.to[role] =
+        write.to[role] + static_cast<std::size_t>(write.slot) * layout(role, rows).row_bytes;
   }
-  return tasks;
+  return result;
 }
 
 mx::array CudaBackend::pending() {
-  std::vector<mx::array> inputs = places_->take_changes();
+  std::vector<mx::array> inputs = take_changes();
   if (!inputs.empty()) {
     extend_chain([&](const mx::array& latest) {
       inputs.insert(inputs.begin(), latest);
@@ -276,17 +291,13 @@ void CudaBackend::append(const LayerFormat& format, const AppendTasks& tasks, co
                             task.n_tokens});
   }
   const mx::Stream stream = gpu_stream();
-  const std::vector<mx::array> changes = places_->take_changes();
-  const bool only_writes = work->only_writes();
-  std::vector<mx::array> inputs =
-      inputs_of(latest_link(), keys, values,
-                only_writes ? std::vector<mx::array>{} : work->device.codebooks, changes);
+  std::vector<mx::array> inputs = inputs_of(latest_link(), keys, values, take_changes());
   extend_chain([&](const mx::array& latest) {
     inputs.front() = latest;
     return mx::array(latest.shape(), mx::uint8, std::make_shared<AppendOp>(stream, work), inputs);
   });
   constexpr std::size_t kMostRows = 32;
-  if (only_writes && work->writes.size() <= kMostRows) {
+  if (work->only_writes() && work->writes.size() <= kMostRows) {
     last_append_.emplace(PlainAppend{std::move(work), std::move(inputs), stream});
   }
 }
@@ -310,7 +321,7 @@ Backend::KeysAndValues CudaBackend::gather(const LayerFormat& format, std::vecto
   work->rows = std::move(rows);
   auto outputs = mx::array::make_arrays(
       {keys.shape(), values.shape()}, {dtype, dtype}, std::make_shared<GatherOp>(stream, work),
-      inputs_of(latest_link(), keys, values, work->device.codebooks));
+      {pending(), keys, values});
   return {outputs[0], outputs[1]};
 }
 
@@ -327,7 +338,7 @@ Backend::KeysAndValues CudaBackend::read_image(const LayerFormat& format,
       std::make_shared<ImageWork>(ImageWork{format, device_format(format), std::move(blocks)});
   auto outputs = mx::array::make_arrays({keys.shape(), values.shape()}, {mx::uint8, mx::uint8},
                                         std::make_shared<ReadImage>(stream, std::move(work)),
-                                        {latest_link(), keys, values});
+                                        {pending(), keys, values});
   return {outputs[0], outputs[1]};
 }
 
@@ -338,10 +349,10 @@ void CudaBackend::write_image(const LayerFormat& format, std::span<const TokenBl
       ImageWork{format, device_format(format), {blocks.begin(), blocks.end()}});
   const mx::array k = mx::contiguous(keys, false, stream);
   const mx::array v = mx::contiguous(values, false, stream);
-  const std::vector<mx::array> changes = places_->take_changes();
+  const std::vector<mx::array> changes = take_changes();
   extend_chain([&](const mx::array& latest) {
     return mx::array(latest.shape(), mx::uint8, std::make_shared<WriteImage>(stream, work),
-                     inputs_of(latest, k, v, work->device.codebooks, changes));
+                     inputs_of(latest, k, v, changes));
   });
 }
 

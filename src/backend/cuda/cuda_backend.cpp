@@ -5,9 +5,11 @@
 #include <mlx/utils.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "backend/cuda/device.h"
+#include "backend/recover.h"
 
 namespace mx = mlx::core;
 
@@ -52,10 +54,11 @@ DeviceBytes::DeviceBytes(std::shared_ptr<DevicePlaces> places, Place place)
 
 namespace {
 
-/// An array that nobody reads, whose memory keeps `places`.
-mx::array first_link(std::shared_ptr<DevicePlaces> places) {
+/// An array that nobody reads, whose memory keeps `kept`.
+template <class... Kept>
+mx::array first_link(Kept... kept) {
   mx::allocator::Data data(mx::allocator::allocator().malloc(1),
-                           [places = std::move(places)](mx::allocator::Buffer buffer) {
+                           [... kept = std::move(kept)](mx::allocator::Buffer buffer) {
                              mx::allocator::allocator().free(buffer);
                            });
   return mx::array(std::move(data), {1}, mx::uint8);
@@ -91,9 +94,7 @@ DeviceFormat CudaBackend::device_format(const LayerFormat& format) {
     result.raw[role] = {format.raw[role]};
     result.sealed[role] = {format.sealed[role]};
     if (format.quantizers[role] == nullptr) continue;
-    const DeviceQuantizers::Entry& entry = quantizers_.of(format.quantizers[role]);
-    result.sealed[role].quantizer = entry.quantizer;
-    result.codebooks.push_back(entry.memory);
+    result.sealed[role].quantizer = quantizers_.of(format.quantizers[role]);
   }
   cuda::Geometry& geometry = result.geometry;
   geometry.n_heads = geometry.n_kv_heads = format.n_kv_heads;
@@ -137,7 +138,13 @@ std::shared_ptr<CudaBackend> CudaBackend::make() {
 }
 
 CudaBackend::CudaBackend(std::shared_ptr<DevicePlaces> places)
-    : places_(std::move(places)), chain_(first_link(places_)) {}
+    : places_(std::move(places)), chain_(first_link(places_, changes_)) {}
+
+std::vector<mx::array> CudaBackend::take_changes() {
+  std::vector<mx::array> all = places_->take_changes();
+  std::ranges::move(changes_->take(), std::back_inserter(all));
+  return all;
+}
 
 std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes, Stay stay) {
   const Place place = places_->take(bytes, stay);
@@ -152,9 +159,9 @@ std::shared_ptr<BlockBytes> CudaBackend::take(std::size_t bytes, Stay stay) {
 std::size_t CudaBackend::resident_bytes() const { return places_->resident_bytes(); }
 
 std::int64_t CudaBackend::recover() {
-  arena_.reset();
-  pending().eval();
-  return 0;
+  arena_.reset();  // What the device has of the tables is sent anew.
+  last_append_.reset();
+  return recover_chain(pending());
 }
 
 mx::array CudaBackend::latest_link() const {

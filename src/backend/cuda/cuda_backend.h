@@ -65,8 +65,6 @@ struct DeviceFormat {
   /// Of decode attention; its n_heads is the caller's to set.
   cuda::Geometry geometry;
   bool decodes = false;
-  /// What ops that encode, decode or attend take as inputs, too.
-  std::vector<mlx::core::array> codebooks;
 };
 
 struct AppendWork;
@@ -79,7 +77,8 @@ struct PlainAppend {
 };
 
 /// Our kernels on CUDA streams. The ops are one chain of one-byte arrays, as the native backend's
-/// are. The chain's array also keeps the places, and every op keeps it until its kernels have run.
+/// are. The chain's array also keeps the places and the memory that ops use beside them, and every
+/// op keeps it until its kernels have run.
 class CudaBackend final : public Backend,
                           public BlockMemory,
                           public std::enable_shared_from_this<CudaBackend> {
@@ -91,7 +90,6 @@ class CudaBackend final : public Backend,
   std::shared_ptr<BlockBytes> take(std::size_t bytes, Stay stay) override;
   std::size_t resident_bytes() const override;
   mlx::core::array pending() override;
-  /// Replaces nothing, as `ops`; what the device has of the tables is sent anew.
   std::int64_t recover() override;
 
   void append(const LayerFormat& format, const AppendTasks& tasks, const mlx::core::array& keys,
@@ -109,6 +107,8 @@ class CudaBackend final : public Backend,
   DeviceFormat device_format(const LayerFormat& format);
   mlx::core::array latest_link() const;
   explicit CudaBackend(std::shared_ptr<DevicePlaces> places);
+  /// What the next op of the chain must take as inputs.
+  std::vector<mlx::core::array> take_changes();
 
   template <typename MakeOp>
   void extend_chain(MakeOp make_op) {
@@ -119,24 +119,25 @@ class CudaBackend final : public Backend,
   void update_tables(std::span<const AttendRow> rows, TableUpdates& updates,
                      std::vector<const BlockTable*>& tables);
   /// Memory for what an op needs while it runs; the next op of the chain has it after.
-  mlx::core::array scratch(std::size_t bytes);
+  std::byte* scratch(std::size_t bytes);
   /// Memory for a result, handed out again when nobody refers to it. MLX gives primitives from
   /// outside only memory that host and device share, which is slow to come by.
   mlx::core::array result_memory(std::size_t bytes);
-  mlx::core::array decode_workspace(const cuda::Geometry& geometry, int n_sequences);
+  void* decode_workspace(const cuda::Geometry& geometry, int n_sequences);
 
   const std::shared_ptr<DevicePlaces> places_;
+  const std::shared_ptr<MemoryChanges> changes_ = std::make_shared<MemoryChanges>();
   mutable std::mutex chain_mutex_;
   mlx::core::array chain_;
   /// If it is the chain's latest op. Attention that comes next writes the rows, too, unless something
   /// that needs them before has the append's own op evaluated first.
   std::optional<PlainAppend> last_append_;
-  DeviceQuantizers quantizers_;
+  DeviceQuantizers quantizers_{changes_};
   std::shared_ptr<TableArena> arena_;
-  std::optional<mlx::core::array> scratch_;
+  std::optional<OpMemory> scratch_;
   std::map<std::size_t, std::vector<mlx::core::array>> results_;  ///< By their bytes.
   /// By the numbers of the geometry.
-  std::map<std::array<int, 9>, mlx::core::array> workspaces_;
+  std::map<std::array<int, 9>, OpMemory> workspaces_;
 };
 
 /// The GPU stream in use, or the GPU's default one.

@@ -49,6 +49,18 @@ mx::array device_bytes(std::size_t bytes) {
   return memory;
 }
 
+void MemoryChanges::add(mx::array memory) {
+  const std::lock_guard guard(mutex_);
+  changes_.push_back(std::move(memory));
+}
+
+std::vector<mx::array> MemoryChanges::take() {
+  const std::lock_guard guard(mutex_);
+  return std::exchange(changes_, {});
+}
+
+namespace {
+
 mx::array to_device(const std::vector<std::uint8_t>& bytes) {
   const mx::array host(bytes.data(), {static_cast<mx::ShapeElem>(bytes.size())}, mx::uint8);
   // Arrays that are joined get new memory, which is the device's.
@@ -56,6 +68,35 @@ mx::array to_device(const std::vector<std::uint8_t>& bytes) {
   mx::array memory = mx::concatenate({host, end}, 0, gpu_stream());
   mx::async_eval(std::vector<mx::array>{memory});
   return memory;
+}
+
+}  // namespace
+
+OpMemory::OpMemory(std::shared_ptr<MemoryChanges> changes, mx::array memory)
+    : changes_(std::move(changes)),
+      memory_(std::move(memory)),
+      address_(device_address(memory_)),
+      size_(memory_.nbytes()) {
+  changes_->add(memory_);
+}
+
+OpMemory::OpMemory(std::shared_ptr<MemoryChanges> changes, std::size_t bytes)
+    : OpMemory(std::move(changes), device_bytes(bytes)) {}
+
+OpMemory::OpMemory(std::shared_ptr<MemoryChanges> changes, const std::vector<std::uint8_t>& bytes)
+    : OpMemory(std::move(changes), to_device(bytes)) {}
+
+OpMemory& OpMemory::operator=(OpMemory&& other) noexcept {
+  give_up();
+  changes_ = std::move(other.changes_);
+  memory_ = std::move(other.memory_);
+  address_ = other.address_;
+  size_ = other.size_;
+  return *this;
+}
+
+void OpMemory::give_up() noexcept {
+  if (changes_ != nullptr) changes_->add(std::move(memory_));
 }
 
 int n_processors() {
@@ -91,7 +132,9 @@ void KernelQueue::add(const void* function, dim3 grid, unsigned block, unsigned 
   }
   first_ = false;
   encoder.set_output_array(link());
-  for (const mx::array& output : outputs_) encoder.set_output_array(output);
+  for (const mx::array& output : outputs_) {
+    if (output.data_shared_ptr() != link().data_shared_ptr()) encoder.set_output_array(output);
+  }
   encoder.add_kernel_node_raw(handle_of(function), grid, dim3(block), dim3(), shared_bytes,
                               arguments);
 }

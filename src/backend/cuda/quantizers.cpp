@@ -36,7 +36,11 @@ cuda::Turn turn_of(const codec::HeadTransform& head) {
   return head.hadamard ? cuda::Turn::kHadamard : cuda::Turn::kNone;
 }
 
-DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
+}  // namespace
+
+DeviceQuantizers::Known DeviceQuantizers::upload(
+    const std::shared_ptr<const codec::VectorQuantizer>& owner) const {
+  const codec::VectorQuantizer& from = *owner;
   Packed packed;
   const std::size_t centroids = packed.begin();
   for (const auto& book : from.codebooks) {
@@ -67,9 +71,9 @@ DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
   const std::size_t rotation = rotates ? add_matrices(&codec::HeadTransform::rotation) : 0;
   const std::size_t back = rotates ? add_matrices(&codec::HeadTransform::back) : 0;
 
-  mlx::core::array memory = to_device(packed.bytes());
-  const std::byte* const base = device_address(memory);
-  cuda::Quantizer quantizer;
+  Known known{owner, OpMemory(changes_, packed.bytes()), {}};
+  const std::byte* const base = known.memory.address();
+  cuda::Quantizer& quantizer = known.quantizer;
   quantizer.sub_dim = from.codebooks.front()->sub_dim;
   quantizer.code_bits = from.codebooks.front()->code_bits;
   quantizer.centroids = reinterpret_cast<const std::int8_t*>(base + centroids);
@@ -81,19 +85,17 @@ DeviceQuantizers::Entry upload(const codec::VectorQuantizer& from) {
     quantizer.rotation = reinterpret_cast<const float*>(base + rotation);
     quantizer.back = reinterpret_cast<const float*>(base + back);
   }
-  return {quantizer, std::move(memory)};
+  return known;
 }
 
-}  // namespace
-
-const DeviceQuantizers::Entry& DeviceQuantizers::of(
+const cuda::Quantizer& DeviceQuantizers::of(
     const std::shared_ptr<const codec::VectorQuantizer>& quantizer) {
   if (const auto found = known_.find(quantizer.get());
       found != known_.end() && !found->second.owner.expired()) {
-    return found->second.entry;
+    return found->second.quantizer;
   }
   std::erase_if(known_, [](const auto& item) { return item.second.owner.expired(); });
-  return known_.emplace(quantizer.get(), Known{quantizer, upload(*quantizer)}).first->second.entry;
+  return known_.emplace(quantizer.get(), upload(quantizer)).first->second.quantizer;
 }
 
 }  // namespace kvpool::detail

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mlx/array.h>
-
 #include <map>
 #include <memory>
+#include <utility>
 
+#include "backend/cuda/device.h"
 #include "codec/vector_quantizer.h"
 #include "kernels/cuda/blocks.h"
 
@@ -14,18 +14,20 @@ namespace kvpool::detail {
 /// for, and stays as long as somebody has it.
 class DeviceQuantizers {
  public:
-  struct Entry {
-    cuda::Quantizer quantizer;
-    mlx::core::array memory;  ///< That of the quantizer: ops that use it take it as an input.
-  };
+  explicit DeviceQuantizers(std::shared_ptr<MemoryChanges> changes)
+      : changes_(std::move(changes)) {}
 
-  const Entry& of(const std::shared_ptr<const codec::VectorQuantizer>& quantizer);
+  const cuda::Quantizer& of(const std::shared_ptr<const codec::VectorQuantizer>& quantizer);
 
  private:
   struct Known {
     std::weak_ptr<const codec::VectorQuantizer> owner;
-    Entry entry;
+    OpMemory memory;
+    cuda::Quantizer quantizer;
   };
+  Known upload(const std::shared_ptr<const codec::VectorQuantizer>& owner) const;
+
+  const std::shared_ptr<MemoryChanges> changes_;
   std::map<const codec::VectorQuantizer*, Known> known_;
 };
 

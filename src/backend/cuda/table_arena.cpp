@@ -6,8 +6,6 @@
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/device.h"
 
-namespace mx = mlx::core;
-
 namespace kvpool::detail {
 
 namespace {
@@ -30,11 +28,6 @@ bool is_sealed(const cuda::BlockEntry& entry) {
 }
 
 }  // namespace
-
-TableArena::TableArena(std::int32_t n_entries)
-    : n_entries_(n_entries),
-      memory_(device_bytes(static_cast<std::size_t>(n_entries) * sizeof(cuda::BlockEntry))),
-      free_(32) {}
 
 std::optional<std::int32_t> TableArena::take(int log2) {
   std::vector<std::int32_t>& free = free_[static_cast<std::size_t>(log2)];
@@ -98,18 +91,16 @@ bool BlockTable::update(const Sequence& sequence, const std::shared_ptr<TableAre
   if (n_seen_ > 0 && n_rewrites_ == sequence.n_rewrites() && raw.log2 >= 0 &&
       raw.entries.size() + n_new <= std::size_t{1} << raw.log2) {
     // Only the last block seen has grown, and raw ones have come.
-    const auto send = [&](std::size_t at) {
-      updates.places.push_back(raw.first + static_cast<std::int32_t>(at));
-      updates.entries.push_back(raw.entries[at]);
-    };
+    const auto place_of = [&](std::size_t at) { return raw.first + static_cast<std::int32_t>(at); };
     if (!raw.entries.empty() && raw.entries.back().position == blocks[n_seen_ - 1].position &&
         raw.entries.back().end_token != blocks[n_seen_ - 1].n_tokens) {
       raw.entries.back().end_token = blocks[n_seen_ - 1].n_tokens;
-      send(raw.entries.size() - 1);
+      updates.grown_places.push_back(place_of(raw.entries.size() - 1));
+      updates.grown_ends.push_back(raw.entries.back().end_token);
     }
     for (; n_seen_ < blocks.size(); ++n_seen_) {
-      raw.entries.push_back(entry_of(blocks[n_seen_]));
-      send(raw.entries.size() - 1);
+      updates.places.push_back(place_of(raw.entries.size()));
+      updates.entries.push_back(raw.entries.emplace_back(entry_of(blocks[n_seen_])));
     }
     return true;
   }

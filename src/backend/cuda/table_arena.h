@@ -1,12 +1,12 @@
 #pragma once
 
-#include <mlx/array.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "backend/cuda/device.h"
 #include "kernels/cuda/decode.h"
 #include "sequence/sequence.h"
 
@@ -16,9 +16,13 @@ namespace kvpool::detail {
 class TableArena {
  public:
   /// @param n_entries  a power of two.
-  explicit TableArena(std::int32_t n_entries);
+  /// @param memory  of so many entries.
+  TableArena(std::int32_t n_entries, OpMemory memory)
+      : n_entries_(n_entries), memory_(std::move(memory)), free_(32) {}
 
-  const mlx::core::array& memory() const noexcept { return memory_; }
+  cuda::BlockEntry* entries() const noexcept {
+    return reinterpret_cast<cuda::BlockEntry*>(memory_.address());
+  }
   std::int32_t n_entries() const noexcept { return n_entries_; }
   /// The first of 2^log2 entries; none if there is no room.
   std::optional<std::int32_t> take(int log2);
@@ -26,7 +30,7 @@ class TableArena {
 
  private:
   const std::int32_t n_entries_;
-  const mlx::core::array memory_;
+  const OpMemory memory_;
   std::int32_t end_ = 0;
   std::vector<std::vector<std::int32_t>> free_;  ///< By log2 of their size.
 };
@@ -35,6 +39,8 @@ class TableArena {
 struct TableUpdates {
   std::vector<std::int32_t> places;
   std::vector<cuda::BlockEntry> entries;
+  /// Entries that only have another end.
+  std::vector<std::int32_t> grown_places, grown_ends;
 };
 
 /// A sequence's blocks as kernels take them: raw ones in one run, sealed ones in another. What lies

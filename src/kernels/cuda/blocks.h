@@ -114,24 +114,50 @@ struct RelayParams {
 Launch<RelayParams> relay(const SealTask* tasks, int n_tasks, const PartFormat& from,
                           const PartFormat& to, int n_kv_heads);
 
+/// Rows of new tokens, keys and values, for one block. How they lie is the launch's.
+struct NewRows {
+  const std::byte* from[2];  ///< Of head 0.
+  std::byte* to[2];
+  std::uint32_t n_rows;
+};
+/// As CopyTask has it, for keys or for values.
+struct RowLayout {
+  std::int64_t from_head, to_head, from_row, from_element;
+  std::uint32_t row_bytes, element_bytes;
+};
+
+/// How many of each a launch of prepare_tables() carries, which is part of its time: beyond a
+/// kilobyte or so the driver is slow to take it.
+template <int kGrown_, int kEntries_, int kSequences_, int kPositions_, int kRows_>
+struct PrepareSizes {
+  static constexpr int kGrown = kGrown_, kEntries = kEntries_, kSequences = kSequences_,
+                       kPositions = kPositions_, kRows = kRows_;
+};
+/// One request's step, that of a few, and what else there is.
+using OneStep = PrepareSizes<2, 2, 1, 1, 1>;
+using Step = PrepareSizes<8, 2, 8, 1, 8>;
+using Tables = PrepareSizes<16, 32, 16, 16, 16>;
+
 /// Writes to the tables that attention reads, prepares queries, and copies the rows that attention
 /// is to see.
 ///
 /// Entry k goes to blocks[places[k]], sequence k to sequences[first_sequence + k], likewise
-/// cost_before.
-template <int kEntries, int kSequences, int kCopies>
-struct PrepareParamsOf {
-  BlockEntry entries[kEntries];
-  std::int32_t places[kEntries];
-  SequenceEntry sequences[kSequences];
-  std::int32_t cost_before[kSequences + 1];
-  std::int64_t query_positions[kSequences];
-  CopyTask copies[kCopies];
-  std::int32_t n_entries, n_sequences, first_sequence, n_copies;
+/// cost_before and query_positions; blocks[grown_places[k]] gets another end.
+template <class Sizes>
+struct PrepareParams {
+  BlockEntry entries[Sizes::kEntries];
+  SequenceEntry sequences[Sizes::kSequences];
+  NewRows rows[Sizes::kRows];
+  RowLayout layouts[2];
+  std::int64_t query_positions[Sizes::kPositions];
+  std::int32_t places[Sizes::kEntries];
+  std::int32_t grown_places[Sizes::kGrown], grown_ends[Sizes::kGrown];
+  std::int32_t cost_before[Sizes::kSequences + 1];
+  std::int32_t n_grown, n_entries, n_sequences, first_sequence, n_new_rows;
   BlockEntry* to_blocks;
   SequenceEntry* to_sequences;
   std::int32_t* to_cost_before;
-  std::int64_t* to_query_positions;
+  std::int64_t* to_query_positions;  ///< Null: nobody asks for them.
   /// (sequences, heads, head_dim) of query_type, or null: nothing to prepare. Strides in elements.
   const void* queries;
   Element query_type;
@@ -145,13 +171,8 @@ struct PrepareParamsOf {
   PartFormat sealed_keys;
   float scale;
 };
-/// A step's, and what a launch takes at most: what it carries is part of its time.
-inline constexpr int kStepEntries = 4, kStepSequences = 2, kStepCopies = 4;
-inline constexpr int kTableEntries = 32, kTableSequences = 16, kTableCopies = 32;
-using StepParams = PrepareParamsOf<kStepEntries, kStepSequences, kStepCopies>;
-using PrepareParams = PrepareParamsOf<kTableEntries, kTableSequences, kTableCopies>;
-template <class Params>
-Launch<Params> prepare_tables(const Params& params);
+template <class Sizes>
+Launch<PrepareParams<Sizes>> prepare_tables(const PrepareParams<Sizes>& params);
 
 /// Attention of any kind over blocks of any format: slower than decode.h's.
 struct AttendParams {

@@ -9,14 +9,18 @@ namespace {
 constexpr int kThreads = 512;
 static_assert(kThreads >= codec::kMaxHeadDim);
 
-/// Block 0 writes the tables, the others prepare a row of queries or copy one head of a task each.
-template <class Params>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Params p) {
+/// Block 0 writes the tables, the others prepare a row of queries or copy one head's new rows each.
+template <class Sizes>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const __grid_constant__ PrepareParams<Sizes> p) {
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < p.n_entries; i += kThreads)
       p.to_blocks[p.places[i]] = p.entries[i];
+    for (int i = threadIdx.x; i < p.n_grown; i += kThreads)
+      p.to_blocks[p.grown_places[i]].end_token = p.grown_ends[i];
     for (int i = threadIdx.x; i < p.n_sequences; i += kThreads) {
       p.to_sequences[p.first_sequence + i] = p.sequences[i];
+      if (p.to_query_positions == nullptr) continue;
       p.to_query_positions[p.first_sequence + i] = p.query_positions[i];
     }
     for (int i = threadIdx.x; i <= p.n_sequences && p.n_sequences > 0; i += kThreads) {
@@ -27,8 +31,21 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const int n_queries = p.queries != nullptr ? p.n_rows : 0;
   const int query = static_cast<int>(blockIdx.x) - 1;
   if (query >= n_queries) {
-    const int head = query - n_queries;
-    copy_head(p.copies[head / p.n_kv_heads], static_cast<std::uint32_t>(head % p.n_kv_heads));
+    const int part = query - n_queries, head = part % p.n_kv_heads;
+    const int role = part / p.n_kv_heads % 2;
+    const NewRows& rows = p.rows[part / p.n_kv_heads / 2];
+    const RowLayout& layout = p.layouts[role];
+    copy_head({.from = rows.from[role],
+               .to = rows.to[role],
+               .from_head = layout.from_head,
+               .to_head = layout.to_head,
+               .n_heads = static_cast<std::uint32_t>(p.n_kv_heads),
+               .n_rows = rows.n_rows,
+               .from_row = layout.from_row,
+               .from_element = layout.from_element,
+               .row_bytes = layout.row_bytes,
+               .element_bytes = layout.element_bytes},
+              static_cast<std::uint32_t>(head));
     return;
   }
   __shared__ float row[codec::kMaxHeadDim];
@@ -52,18 +69,19 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 
 }  // namespace
 
-template <class Params>
-Launch<Params> prepare_tables(const Params& params) {
-  Launch<Params> launch;
-  launch.function = reinterpret_cast<const void*>(&prepare_kernel<Params>);
-  launch.grid = dim3(static_cast<unsigned>(
-      1 + (params.queries != nullptr ? params.n_rows : 0) + params.n_copies * params.n_kv_heads));
+template <class Sizes>
+Launch<PrepareParams<Sizes>> prepare_tables(const PrepareParams<Sizes>& params) {
+  Launch<PrepareParams<Sizes>> launch;
+  launch.function = reinterpret_cast<const void*>(&prepare_kernel<Sizes>);
+  launch.grid = dim3(static_cast<unsigned>(1 + (params.queries != nullptr ? params.n_rows : 0) +
+                                           2 * params.n_new_rows * params.n_kv_heads));
   launch.block = kThreads;
   launch.params = params;
   return launch;
 }
 
-template Launch<StepParams> prepare_tables(const StepParams&);
-template Launch<PrepareParams> prepare_tables(const PrepareParams&);
+template Launch<PrepareParams<OneStep>> prepare_tables(const PrepareParams<OneStep>&);
+template Launch<PrepareParams<Step>> prepare_tables(const PrepareParams<Step>&);
+template Launch<PrepareParams<Tables>> prepare_tables(const PrepareParams<Tables>&);
 
 }  // namespace kvpool::cuda

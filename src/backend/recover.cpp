@@ -1,11 +1,12 @@
+#include "backend/recover.h"
+
 #include <mlx/ops.h>
 #include <mlx/primitives.h>
 
-#include <algorithm>
+#include <exception>
 #include <limits>
-#include <stdexcept>
-
-#include "backend/native.h"
+#include <utility>
+#include <vector>
 
 namespace mx = mlx::core;
 
@@ -31,24 +32,25 @@ mx::array not_a_number(const mx::array& like, mx::Stream stream) {
   return mx::contiguous(mx::full(like.shape(), value, like.dtype(), stream), false, stream);
 }
 
-/// Makes all that a link depends on beside the link before it NaN if any of it cannot be evaluated.
+/// Makes what a link depends on beside the link before it NaN where it cannot be evaluated.
 bool replace_failing_inputs(mx::array& link) {
   const std::vector<mx::array> inputs(link.inputs().begin() + 1, link.inputs().end());
-  if (std::ranges::all_of(inputs, can_be_evaluated)) return false;
-  const mx::Stream stream = link.primitive().stream();
   std::vector<mx::array> outputs = link.outputs();
+  bool replaced = false;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const mx::array replacement = not_a_number(inputs[i], stream);
+    if (can_be_evaluated(inputs[i])) continue;
+    replaced = true;
+    const mx::array replacement = not_a_number(inputs[i], link.primitive().stream());
     for (mx::array& output : outputs) output.inputs()[i + 1] = replacement;
   }
-  return true;
+  return replaced;
 }
 
 }  // namespace
 
-std::int64_t NativeBackend::recover() {
+std::int64_t recover_chain(mx::array last) {
   std::vector<mx::array> links;
-  for (mx::array link = pending(); link.status() == mx::array::Status::unscheduled;
+  for (mx::array link = std::move(last); link.status() == mx::array::Status::unscheduled;
        link = mx::array(link.inputs()[0])) {
     links.push_back(link);
   }
