@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <exception>
 #include <map>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -79,6 +80,7 @@ struct Run {
 struct Result {
   double prefill_s = 0.0;
   double decode_ms = 0.0;  ///< A token, the median.
+  double mean_ms = 0.0;    ///< Likewise the mean.
   double host_ms = 0.0;    ///< Of a token, the median: until all of the step is on its way.
   std::size_t held = 0;    ///< Bytes that the cache holds at the end.
   std::size_t peak = 0;    ///< Bytes at most, beyond the weights.
@@ -168,6 +170,9 @@ Result decode(const llama::Model& model, const std::string& format, const Run& r
     start = now;
   }
   mx::eval(logits);
+  result.mean_ms = times.empty() ? 0.0
+                                 : 1e3 * std::accumulate(times.begin(), times.end(), 0.0) /
+                                       static_cast<double>(times.size());
   result.decode_ms = 1e3 * median(std::move(times));
   result.host_ms = 1e3 * median(std::move(host_times));
   result.peak = mx::get_peak_memory() - before;
@@ -204,12 +209,12 @@ void run(const Options& options) {
                                  : llama::Model::random(llama::shape_named(shape), dtype, run.seed);
   mx::eval(model.weights());
 
-  std::printf("%-11s %9s %14s %12s %12s %12s %14s\n", "cache", "prefill s", "decode ms/tok",
-              "of the host", "held MB", "peak MB", "logits (rms)");
+  std::printf("%-11s %9s %14s %8s %12s %12s %12s %14s\n", "cache", "prefill s", "decode ms/tok",
+              "mean", "of the host", "held MB", "peak MB", "logits (rms)");
   for (const std::string& format : options.list("--cache")) {
     const Result result = decode(model, format, run);
-    std::printf("%-11s %9.3f %14.3f %12.3f %12.1f %12.1f %14.6f\n", format.c_str(),
-                result.prefill_s, result.decode_ms, result.host_ms,
+    std::printf("%-11s %9.3f %14.3f %8.3f %12.3f %12.1f %12.1f %14.6f\n", format.c_str(),
+                result.prefill_s, result.decode_ms, result.mean_ms, result.host_ms,
                 static_cast<double>(result.held) * 1e-6, static_cast<double>(result.peak) * 1e-6,
                 result.logits);
     std::fflush(stdout);

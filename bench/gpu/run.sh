@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The rows of docs/gpu.md, on a machine with an H200, CUDA 13 and, for comparison, PyTorch:
-#   bench/gpu/run.sh
+#   bench/gpu/run.sh                          plot.py draws what it prints
 # In a folder that pack.sh filled it unpacks and builds first; in a checkout it takes build/cuda.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -30,12 +30,13 @@ python3 bench/gpu/sdpa_bench.py
 echo "== append and attend through MLX"
 build/cuda/bench/gpu/paged_bench stock,raw,int8,int4,kivi2,vecinfer2 1x1024,1x8192,1x65536,1x196608,8x8192
 
-echo "== Llama-3.1-8B's shape, decode"
-for shape in "1 8192" "1 65536" "1 196608" "8 8192" "8 65536"; do
+echo "== Llama-3.1-8B's shape, decode; each cache three times"
+caches=stock,raw,int8,int4,kivi2,vecinfer4,vecinfer2
+for shape in "1 1024" "1 8192" "1 65536" "1 196608" "8 8192" "32 8192" "8 65536"; do
   set -- $shape
   echo "batch $1, $2 tokens"
   build/cuda/examples/llama_decode --shape llama-3.1-8b --batch "$1" --fill "$2" --chunk 2048 \
-    --prompt 1 --tokens 40 --cache stock,raw,int8,int4,kivi2,vecinfer2
+    --prompt 1 --tokens 66 --cache $caches,$caches,$caches
 done
 echo "prompt of 8192 tokens"
 build/cuda/examples/llama_decode --shape llama-3.1-8b --prompt 8192 --tokens 20 --cache stock,raw,int4,vecinfer2

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
       float sum = 0.F;
       for (int t = own_d; t < kTokens; t += kRowThreads) {
         float& score = scores[own_row * kScoreStride + t];
-        score = top == -INFINITY ? 0.F : exp2f(kLog2E * (score - top));
+        score = score == -INFINITY ? 0.F : exp2f(kLog2E * (score - top));
         sum += score;
       }
       for (int d = 1; d < kRowThreads; d *= 2) sum += __shfl_xor_sync(~0U, sum, d);
@@ -239,13 +239,13 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
     factor = exp2f(kLog2E * (top - all));
     sum = sum * factor + exp2f(kLog2E * (p.sinks[row.head] - all));
   }
-  factor = top == -INFINITY ? 0.F : factor / sum;
+  factor = sum == 0.F ? 0.F : factor / sum;  // A sum that is NaN stays so.
   const std::size_t at =
       (static_cast<std::size_t>(sequence) * p.n_heads + row.head) * p.n_queries + row.query;
   for (int j = 0; j < kOwn; ++j) {
     const int d = own_d + j * kRowThreads;
     if (d < p.value_dim) {
-      store_element(p.out, p.type, at * p.value_dim + d, top == -INFINITY ? 0.F : own[j] * factor);
+      store_element(p.out, p.type, at * p.value_dim + d, own[j] * factor);
     }
   }
 }
@@ -263,23 +263,26 @@ __global__ void __launch_bounds__(kMergeThreads)
   for (int s = 0; s < p.n_splits; ++s) {
     top = fmaxf(top, partial_of(p, sequence, head, query, s)[0]);
   }
-  const bool any = top != -INFINITY;
   float sum = 0.F;
-  if (any && p.sinks != nullptr) {
+  if (top != -INFINITY && p.sinks != nullptr) {
     top = fmaxf(top, p.sinks[head]);
     sum = exp2f(kLog2E * (p.sinks[head] - top));
   }
+  // Of a split that saw something.
+  const auto weight_of = [&](const float* partial) {
+    return partial[1] == 0.F ? 0.F : exp2f(kLog2E * (partial[0] - top));
+  };
   for (int s = 0; s < p.n_splits; ++s) {
     const float* const partial = partial_of(p, sequence, head, query, s);
-    if (any) sum += exp2f(kLog2E * (partial[0] - top)) * partial[1];
+    sum += weight_of(partial) * partial[1];
   }
   for (int d = threadIdx.x; d < p.value_dim; d += kMergeThreads) {
     float x = 0.F;
-    for (int s = 0; any && s < p.n_splits; ++s) {
+    for (int s = 0; s < p.n_splits; ++s) {
       const float* const partial = partial_of(p, sequence, head, query, s);
-      x += exp2f(kLog2E * (partial[0] - top)) * partial[2 + d];
+      x += weight_of(partial) * partial[2 + d];
     }
-    store_element(p.out, p.type, at * p.value_dim + d, any ? x / sum : 0.F);
+    store_element(p.out, p.type, at * p.value_dim + d, sum == 0.F ? 0.F : x / sum);
   }
 }
 

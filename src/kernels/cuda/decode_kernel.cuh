@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
         if (is_done) {
           const float sum = merge_total[C::kHeads + h];
           store(p.out, p.out_type, (static_cast<std::size_t>(now.row) + h) * C::kDim + d,
-                sum > 0 ? x / sum : 0.F);
+                sum == 0.F ? 0.F : x / sum);
         } else {
           slot[h * C::kDim + d] = x;
           if (d == 0) {

@@ -123,7 +123,7 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
     }
     const float top = warp_max(m);
     l = warp_sum(l * exp2_fast(m - top));
-    const float inverse = l > 0 ? 1.F / l : 0.F;
+    const float inverse = l == 0.F ? 0.F : 1.F / l;  // What is NaN stays so.
     for (int b = lane; b < n; b += 32) {
       parts[b * C::kHeads + warp] = inverse * exp2_fast(parts[b * C::kHeads + warp] - top);
     }
