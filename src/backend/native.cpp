@@ -1,6 +1,7 @@
 #include "backend/native.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "backend/recover.h"
 #include "kernels/kernels.h"
@@ -54,6 +55,12 @@ mx::array NativeBackend::pending() {
   return chain_;
 }
 
-std::int64_t NativeBackend::recover() { return recover_chain(pending()); }
+std::int64_t NativeBackend::recover() {
+  return recover_chain(pending(), [](const mx::array& link) {
+    std::vector<std::size_t> all(link.inputs().size() - 1);
+    std::iota(all.begin(), all.end(), std::size_t{1});
+    return InputGroups{std::move(all)};
+  });
+}
 
 }  // namespace kvpool::detail

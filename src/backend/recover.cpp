@@ -3,6 +3,7 @@
 #include <mlx/ops.h>
 #include <mlx/primitives.h>
 
+#include <algorithm>
 #include <exception>
 #include <limits>
 #include <utility>
@@ -32,23 +33,28 @@ mx::array not_a_number(const mx::array& like, mx::Stream stream) {
   return mx::contiguous(mx::full(like.shape(), value, like.dtype(), stream), false, stream);
 }
 
-/// Makes what a link depends on beside the link before it NaN where it cannot be evaluated.
-bool replace_failing_inputs(mx::array& link) {
-  const std::vector<mx::array> inputs(link.inputs().begin() + 1, link.inputs().end());
+/// @return whether any input was replaced.
+bool replace_failing_inputs(mx::array& link, const InputGroups& groups) {
+  const std::vector<mx::array> inputs = link.inputs();
   std::vector<mx::array> outputs = link.outputs();
   bool replaced = false;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (can_be_evaluated(inputs[i])) continue;
+  for (const std::vector<std::size_t>& group : groups) {
+    if (std::ranges::all_of(group, [&](std::size_t i) { return can_be_evaluated(inputs[i]); })) {
+      continue;
+    }
     replaced = true;
-    const mx::array replacement = not_a_number(inputs[i], link.primitive().stream());
-    for (mx::array& output : outputs) output.inputs()[i + 1] = replacement;
+    for (const std::size_t i : group) {
+      const mx::array replacement = not_a_number(inputs[i], link.primitive().stream());
+      for (mx::array& output : outputs) output.inputs()[i] = replacement;
+    }
   }
   return replaced;
 }
 
 }  // namespace
 
-std::int64_t recover_chain(mx::array last) {
+std::int64_t recover_chain(mx::array last,
+                           const std::function<InputGroups(const mx::array& link)>& groups_of) {
   std::vector<mx::array> links;
   for (mx::array link = std::move(last); link.status() == mx::array::Status::unscheduled;
        link = mx::array(link.inputs()[0])) {
@@ -58,7 +64,7 @@ std::int64_t recover_chain(mx::array last) {
   for (; !links.empty(); links.pop_back()) {
     mx::array& link = links.back();
     if (can_be_evaluated(link)) continue;
-    if (replace_failing_inputs(link)) ++n_replaced;
+    if (replace_failing_inputs(link, groups_of(link))) ++n_replaced;
     if (!can_be_evaluated(link)) link.eval();
   }
   return n_replaced;

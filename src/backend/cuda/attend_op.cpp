@@ -88,6 +88,12 @@ class AttendOp final : public CudaOp {
   AttendOp(mx::Stream stream, std::shared_ptr<const AttendWork> work)
       : CudaOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::Attend"; }
+  InputGroups given() const override {
+    InputGroups groups{{1}};
+    for (std::size_t i = kFirstOption; i < keys_at(); ++i) groups[0].push_back(i);
+    if (work_->append != nullptr) groups.push_back({keys_at(), keys_at() + 1});
+    return groups;
+  }
 
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const mx::array& queries = inputs[1];
@@ -105,6 +111,11 @@ class AttendOp final : public CudaOp {
 
  private:
   static constexpr std::size_t kFirstOption = 3;
+
+  /// Where the append's keys are, if it has one.
+  std::size_t keys_at() const {
+    return kFirstOption + (work_->has_mask ? 1 : 0) + (work_->has_sinks ? 1 : 0);
+  }
 
   template <typename T>
   T* scratch(std::size_t offset) const {
@@ -162,7 +173,7 @@ class AttendOp final : public CudaOp {
         p.scale = w.params.scale;
       }
     }
-    const std::size_t keys = kFirstOption + (w.has_mask ? 1 : 0) + (w.has_sinks ? 1 : 0);
+    const std::size_t keys = keys_at();
     for (std::size_t role = 0; n_rows > 0 && role < 2; ++role) {
       p.layouts[role] = w.append->layout(static_cast<int>(role), inputs[keys + role]);
     }

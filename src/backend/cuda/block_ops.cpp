@@ -52,6 +52,9 @@ class AppendOp final : public CudaOp {
   AppendOp(mx::Stream stream, std::shared_ptr<const AppendWork> work)
       : CudaOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::Append"; }
+  InputGroups given() const override {
+    return work_->writes.empty() ? InputGroups{} : InputGroups{{1, 2}};
+  }
 
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     KernelQueue kernels = extend(inputs, outputs);
@@ -208,6 +211,7 @@ class WriteImage final : public CudaOp {
   WriteImage(mx::Stream stream, std::shared_ptr<const ImageWork> work)
       : CudaOp(stream), work_(std::move(work)) {}
   const char* name() const override { return "kvpool::WriteImage"; }
+  InputGroups given() const override { return {{1, 2}}; }
 
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     KernelQueue kernels = extend(inputs, outputs);

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <utility>
 
+#include "backend/cuda/cuda_op.h"
 #include "backend/cuda/device.h"
 #include "backend/recover.h"
 
@@ -161,7 +162,9 @@ std::size_t CudaBackend::resident_bytes() const { return places_->resident_bytes
 std::int64_t CudaBackend::recover() {
   arena_.reset();  // What the device has of the tables is sent anew.
   last_append_.reset();
-  return recover_chain(pending());
+  return recover_chain(pending(), [](const mx::array& link) {
+    return static_cast<const CudaOp&>(link.primitive()).given();
+  });
 }
 
 mx::array CudaBackend::latest_link() const {

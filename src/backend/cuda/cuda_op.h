@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/cuda/device.h"
+#include "backend/recover.h"
 
 namespace kvpool::detail {
 
@@ -14,6 +15,9 @@ class CudaOp : public mlx::core::Primitive {
   using Primitive::Primitive;
   void eval_cpu(const std::vector<mlx::core::array>& inputs,
                 std::vector<mlx::core::array>& outputs) final;
+
+  /// The inputs that callers gave, as recover() takes them.
+  virtual InputGroups given() const { return {}; }
 
  protected:
   /// For an op of the chain: the first output becomes the next link.

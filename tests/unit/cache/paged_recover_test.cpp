@@ -39,8 +39,7 @@ constexpr int kAlways = 1'000'000;
 class Recover : public testing::PagedCache {
  protected:
   void SetUp() override {
-    const std::string level = storage_->level();
-    if (level == "cuda" || level == "ops") GTEST_SKIP() << level << " replaces no inputs";
+    if (storage_->level() == "ops") GTEST_SKIP() << "ops replaces no inputs";
   }
 
   static mx::array failing(const mx::Shape& shape, mx::Dtype dtype = mx::float32,
@@ -148,9 +147,10 @@ TEST_F(Recover, WithNothingWrongItEvaluates) {
 }
 
 TEST_F(Recover, WhatFailsThoughItsInputsDoNotIsThrown) {
+  auto* const backend = dynamic_cast<detail::NativeBackend*>(storage_->backend().get());
+  if (backend == nullptr) GTEST_SKIP() << "such an op can be put in native's chain only";
   good_.append(rows(3), rows(3));
-  auto& backend = dynamic_cast<detail::NativeBackend&>(*storage_->backend());
-  backend.extend_chain([](const mx::array& latest) {
+  backend->extend_chain([](const mx::array& latest) {
     const mx::Stream stream = mx::default_stream(mx::Device::cpu);
     return mx::array(latest.shape(), latest.dtype(), std::make_shared<Failing>(stream, kAlways),
                      {latest});
