@@ -47,14 +47,14 @@ void Sequence::clear() noexcept {
     holds_[role].clear();
   }
   blocks_ = std::make_shared<BlockList>();
-  rewritten();
+  rewritten(0);
   length_ = 0;
   n_settled_ = 0;
 }
 
-void Sequence::rewritten() noexcept {
+void Sequence::rewritten(std::size_t first) noexcept {
   view_.reset();
-  ++n_rewrites_;
+  first_rewritten_ = std::min(first_rewritten_, first);
 }
 
 /// The list for changes: a copy if a fork or a snapshot has the present one. Their hold on the bytes
@@ -190,7 +190,13 @@ Sequence::Plan::~Plan() {
 void Sequence::Plan::commit() noexcept {
   Sequence& s = *sequence_;
   BlockList& blocks = *s.blocks_;
-  if (!sealed_.empty() || own_copy_[0] != nullptr || n_dropped_ > 0) s.rewritten();
+  if (n_dropped_ > 0) {
+    s.rewritten(0);
+  } else if (!sealed_.empty()) {
+    s.rewritten(sealed_.front().block);
+  } else if (own_copy_[0] != nullptr) {
+    s.rewritten(blocks.size() - 1);
+  }
   for (Sealed& sealed : sealed_) {
     blocks[sealed.block].bytes[sealed.role] = std::move(sealed.bytes);
     blocks[sealed.block].format[sealed.role] = sealed.format;
@@ -238,7 +244,6 @@ void Sequence::Plan::commit() noexcept {
 
 void Sequence::shorten(std::int64_t length) {
   BlockList& blocks = own_blocks();
-  rewritten();
   while (!blocks.empty() && blocks.back().position >= length) {
     for (const int role : kRoles) {
       pool_->release({&holds_[role].back(), 1});
@@ -254,6 +259,7 @@ void Sequence::shorten(std::int64_t length) {
       }
     }
   }
+  rewritten(blocks.empty() ? 0 : blocks.size() - 1);
   length_ = length;
   n_settled_ = std::min(n_settled_, blocks.size());
 }

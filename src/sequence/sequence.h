@@ -2,9 +2,12 @@
 
 #include <mlx/array.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -161,13 +164,17 @@ class Sequence {
   /// The blocks as the native backend's attention takes them.
   std::shared_ptr<const AttendView> view(const LayerFormat& format);
   Owner owner() const noexcept { return owner_; }
-  /// Grows whenever blocks have changed otherwise than by tokens added at the end.
-  std::uint64_t n_rewrites() const noexcept { return n_rewrites_; }
+  /// The first of the blocks that have changed since this was last called, otherwise than by tokens
+  /// added at the end; their number or more if none has. For whoever has the attachment.
+  std::size_t take_first_rewritten() noexcept {
+    return std::exchange(first_rewritten_, std::numeric_limits<std::size_t>::max());
+  }
   /// What the backend keeps with the sequence.
   std::shared_ptr<void>& attachment() noexcept { return attachment_; }
 
  private:
-  void rewritten() noexcept;
+  /// Blocks from `first` on are no longer what they were.
+  void rewritten(std::size_t first) noexcept;
   std::size_t first_needed(const LayerFormat& format) const noexcept;
   bool is_open(const TokenBlock& block, const LayerFormat& format) const noexcept;
   BlockList& own_blocks();
@@ -180,7 +187,7 @@ class Sequence {
   /// Kept from step to step; null when more has changed than that tokens were added.
   std::shared_ptr<AttendView> view_;
   std::shared_ptr<void> attachment_;
-  std::uint64_t n_rewrites_ = 0;
+  std::size_t first_rewritten_ = std::numeric_limits<std::size_t>::max();
   std::int64_t length_ = 0;
   std::size_t n_settled_ = 0;  ///< Leading blocks that sealing is done with.
 };

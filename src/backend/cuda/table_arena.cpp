@@ -56,64 +56,68 @@ void BlockTable::release() noexcept {
   n_seen_ = 0;
 }
 
-bool BlockTable::make_room(Run& run, std::size_t n) {
-  if (n == 0 || (run.log2 >= 0 && n <= std::size_t{1} << run.log2)) return true;
-  const int log2 = std::max(kLeastLog2, static_cast<int>(std::bit_width(n - 1)));
+bool BlockTable::has_room(const Run& run) const noexcept {
+  return run.log2 >= 0 && run.entries.size() <= std::size_t{1} << run.log2;
+}
+
+bool BlockTable::make_room(Run& run) {
+  if (run.entries.empty() || has_room(run)) return true;
+  const int log2 =
+      std::max(kLeastLog2, static_cast<int>(std::bit_width(run.entries.size() - 1)));
   const auto first = arena_->take(log2);
   if (!first) return false;
   if (run.log2 >= 0) arena_->give_back(run.first, run.log2);
   run.first = *first;
   run.log2 = log2;
-  run.entries.clear();  // Nothing of it lies there.
   return true;
 }
 
-bool BlockTable::set(Run& run, std::vector<cuda::BlockEntry> wanted, TableUpdates& updates) {
-  if (!make_room(run, wanted.size())) return false;
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (i < run.entries.size() && run.entries[i] == wanted[i]) continue;
-    updates.places.push_back(run.first + static_cast<std::int32_t>(i));
-    updates.entries.push_back(wanted[i]);
-  }
-  run.entries = std::move(wanted);
-  return true;
-}
-
-bool BlockTable::update(const Sequence& sequence, const std::shared_ptr<TableArena>& arena,
+bool BlockTable::update(Sequence& sequence, const std::shared_ptr<TableArena>& arena,
                         TableUpdates& updates) {
   if (arena_ != arena) {
     release();
     arena_ = arena;
   }
   const auto blocks = sequence.blocks();
-  Run& raw = runs_[0];
-  const std::size_t n_new = blocks.size() - std::min(n_seen_, blocks.size());
-  if (n_seen_ > 0 && n_rewrites_ == sequence.n_rewrites() && raw.log2 >= 0 &&
-      raw.entries.size() + n_new <= std::size_t{1} << raw.log2) {
-    // Only the last block seen has grown, and raw ones have come.
-    const auto place_of = [&](std::size_t at) { return raw.first + static_cast<std::int32_t>(at); };
-    if (!raw.entries.empty() && raw.entries.back().position == blocks[n_seen_ - 1].position &&
-        raw.entries.back().end_token != blocks[n_seen_ - 1].n_tokens) {
-      raw.entries.back().end_token = blocks[n_seen_ - 1].n_tokens;
-      updates.grown_places.push_back(place_of(raw.entries.size() - 1));
-      updates.grown_ends.push_back(raw.entries.back().end_token);
-    }
-    for (; n_seen_ < blocks.size(); ++n_seen_) {
-      updates.places.push_back(place_of(raw.entries.size()));
-      updates.entries.push_back(raw.entries.emplace_back(entry_of(blocks[n_seen_])));
-    }
-    return true;
-  }
-  std::vector<cuda::BlockEntry> wanted[2];
-  for (const TokenBlock& block : blocks) {
+  const std::size_t first =
+      std::min({sequence.take_first_rewritten(), n_seen_, blocks.size()});
+  const bool all_stay = first == n_seen_;
+  n_seen_ = 0;  // Until it is all there.
+
+  const std::int64_t from = first == 0 ? 0 : blocks[first - 1].end();
+  std::vector<cuda::BlockEntry> added[2];
+  for (const TokenBlock& block : blocks.subspan(first)) {
     const cuda::BlockEntry entry = entry_of(block);
-    wanted[is_sealed(entry) ? 1 : 0].push_back(entry);
+    added[is_sealed(entry) ? 1 : 0].push_back(entry);
   }
   for (int i = 0; i < 2; ++i) {
-    if (!set(runs_[i], std::move(wanted[i]), updates)) return false;
+    Run& run = runs_[i];
+    const auto kept =
+        first == 0 ? run.entries.begin()
+                   : std::ranges::lower_bound(run.entries, from, {}, &cuda::BlockEntry::position);
+    run.entries.erase(kept, run.entries.end());
+    // Of the blocks that stay only the last may have grown.
+    bool grown = false;
+    if (i == 0 && all_stay && !run.entries.empty() &&
+        run.entries.back().position == blocks[first - 1].position) {
+      grown = run.entries.back().end_token != blocks[first - 1].n_tokens;
+      run.entries.back().end_token = blocks[first - 1].n_tokens;
+    }
+    const std::size_t n_kept = run.entries.size();
+    run.entries.insert(run.entries.end(), added[i].begin(), added[i].end());
+    const std::size_t n_sent = has_room(run) ? n_kept : 0;
+    if (n_sent == 0 && !make_room(run)) return false;
+    const auto place_of = [&](std::size_t at) { return run.first + static_cast<std::int32_t>(at); };
+    if (grown && n_sent > 0) {
+      updates.grown_places.push_back(place_of(n_kept - 1));
+      updates.grown_ends.push_back(run.entries[n_kept - 1].end_token);
+    }
+    for (std::size_t at = n_sent; at < run.entries.size(); ++at) {
+      updates.places.push_back(place_of(at));
+      updates.entries.push_back(run.entries[at]);
+    }
   }
   n_seen_ = blocks.size();
-  n_rewrites_ = sequence.n_rewrites();
   return true;
 }
 

@@ -54,7 +54,7 @@ class BlockTable {
 
   /// Brings the table up to date. @return false if the arena has no room: take another and call
   /// again.
-  bool update(const Sequence& sequence, const std::shared_ptr<TableArena>& arena,
+  bool update(Sequence& sequence, const std::shared_ptr<TableArena>& arena,
               TableUpdates& updates);
   cuda::SequenceEntry entry() const noexcept;
   int n_raw() const noexcept { return static_cast<int>(runs_[0].entries.size()); }
@@ -62,18 +62,18 @@ class BlockTable {
 
  private:
   struct Run {
-    std::vector<cuda::BlockEntry> entries;  ///< As sent.
+    std::vector<cuda::BlockEntry> entries;  ///< As sent, by position.
     std::int32_t first = 0;
     int log2 = -1;  ///< Of the entries it has room for; -1: none.
   };
 
-  bool set(Run& run, std::vector<cuda::BlockEntry> wanted, TableUpdates& updates);
-  bool make_room(Run& run, std::size_t n);
+  bool has_room(const Run& run) const noexcept;
+  /// Another place for all its entries if this has no room. @return false if the arena has none.
+  bool make_room(Run& run);
   void release() noexcept;
 
   std::shared_ptr<TableArena> arena_;
   Run runs_[2];  ///< Raw, sealed.
-  std::uint64_t n_rewrites_ = 0;
   std::size_t n_seen_ = 0;  ///< Blocks of the sequence.
 };
 

@@ -401,6 +401,26 @@ TEST_P(Cuda, WindowsCapsSinksAndMasks) {
   }
 }
 
+/// Tables that get too large for their places, together and one by one, with blocks sealed and trimmed.
+class CudaTables : public Cuda {};
+
+TEST_P(CudaTables, MoveAndShrink) {
+  const int block = GetParam().block_size;
+  Pair pair(GetParam(), 0, 3);
+  append(pair, 3, 15 * block, 1, {0, 0, block}, {15 * block, 15 * block - 3, 14 * block});
+  for (int step = 0; step < 5 * block; ++step) {
+    append(pair, 3, 1, 100 + step);
+    if (step % (block - 1) == 0 || step % block < 2) right_attention(pair, 3, 1, 500 + step);
+    if (step % (2 * block) == block) {
+      pair.both([&](PagedKVCache& cache) { EXPECT_EQ(cache.trim(block / 2 + 3), block / 2 + 3); });
+    }
+  }
+  append(pair, 3, 18 * block, 2);
+  append(pair, 3, 1, 3);
+  right_attention(pair, 3, 1, 4);
+  same_rows(pair);
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const std::string format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer4",
@@ -444,6 +464,12 @@ std::string name_of(const ::testing::TestParamInfo<Case>& info) {
   return name;
 }
 INSTANTIATE_TEST_SUITE_P(Formats, Cuda, ::testing::ValuesIn(cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(Formats, CudaTables,
+                         ::testing::Values(Case{"raw", "raw", mx::float16, 64, 64, 16},
+                                           Case{"int4", "int4", mx::bfloat16, 128, 128, 16},
+                                           Case{"vecinfer2", "vecinfer2", mx::bfloat16, 64, 64, 32},
+                                           Case{"kivi2", "raw", mx::float32, 64, 64, 16}),
+                         name_of);
 
 }  // namespace
 }  // namespace kvpool
