@@ -17,7 +17,8 @@ using InputGroups = std::vector<std::vector<std::size_t>>;
 /// @param groups_of  of the op that a link comes from.
 /// @return for how many ops.
 /// @throws what MLX throws if an op fails though all its inputs can be evaluated.
-std::int64_t recover_chain(mlx::core::array last,
-                           const std::function<InputGroups(const mlx::core::array& link)>& groups_of);
+std::int64_t recover_chain(
+    mlx::core::array last,
+    const std::function<InputGroups(const mlx::core::array& link)>& groups_of);
 
 }  // namespace kvpool::detail

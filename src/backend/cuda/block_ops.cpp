@@ -241,8 +241,8 @@ cuda::RowLayout AppendWork::layout(int role, const mx::array& rows) const {
           .to_head = static_cast<std::int64_t>(part),
           .from_row = rows.strides(2) * element,
           .from_element = rows.strides(3) * element,
-          .row_bytes =
-              static_cast<std::uint32_t>(part / static_cast<std::size_t>(format.raw[role].block_size)),
+          .row_bytes = static_cast<std::uint32_t>(
+              part / static_cast<std::size_t>(format.raw[role].block_size)),
           .element_bytes = static_cast<std::uint32_t>(element)};
 }
 

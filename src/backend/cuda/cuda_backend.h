@@ -129,8 +129,8 @@ class CudaBackend final : public Backend,
   const std::shared_ptr<MemoryChanges> changes_ = std::make_shared<MemoryChanges>();
   mutable std::mutex chain_mutex_;
   mlx::core::array chain_;
-  /// If it is the chain's latest op. Attention that comes next writes the rows, too, unless something
-  /// that needs them before has the append's own op evaluated first.
+  /// If it is the chain's latest op. Attention that comes next writes the rows, too, unless
+  /// something that needs them before has the append's own op evaluated first.
   std::optional<PlainAppend> last_append_;
   DeviceQuantizers quantizers_{changes_};
   std::shared_ptr<TableArena> arena_;

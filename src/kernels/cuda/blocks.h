@@ -126,8 +126,8 @@ struct RowLayout {
   std::uint32_t row_bytes, element_bytes;
 };
 
-/// How many of each a launch of prepare_tables() carries, which is part of its time: beyond a
-/// kilobyte or so the driver is slow to take it.
+/// How many of each a launch of prepare_tables() carries, which is part of its time: the driver is
+/// slow to take many bytes.
 template <int kGrown_, int kEntries_, int kSequences_, int kPositions_, int kRows_>
 struct PrepareSizes {
   static constexpr int kGrown = kGrown_, kEntries = kEntries_, kSequences = kSequences_,

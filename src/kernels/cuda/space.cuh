@@ -148,9 +148,9 @@ class Space {
     __syncthreads();
   }
 
-  /// As enter_queries() for one query, `x` of channel threadIdx.x, to `row` in shared memory: quicker,
-  /// as all that it reads comes at once and sums are split among kThreads threads, so that it rounds
-  /// otherwise. Barriers stand after it.
+  /// As enter_queries() for one query, `x` of channel threadIdx.x, to `row` in shared memory:
+  /// quicker, as all that it reads comes at once and sums are split among kThreads threads, so that
+  /// it rounds otherwise. Barriers stand after it.
   template <int kThreads>
   __device__ void enter_query(float x, float* row, int dim, float* offset) const {
     constexpr int kEach = 32;

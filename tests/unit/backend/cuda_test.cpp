@@ -401,7 +401,7 @@ TEST_P(Cuda, WindowsCapsSinksAndMasks) {
   }
 }
 
-/// Tables that get too large for their places, together and one by one, with blocks sealed and trimmed.
+/// Tables that get too large for their places, with blocks sealed and trimmed.
 class CudaTables : public Cuda {};
 
 TEST_P(CudaTables, MoveAndShrink) {
