@@ -253,6 +253,52 @@ def test_calibration_repeats_to_the_byte(saved, model, windows, tmp_path):
     assert load_codebooks(again).identity == load_codebooks(saved).identity
 
 
+def test_positions_that_pieces_are_spread_over_are_coded_well(tmp_path):
+    """Slow channels of RoPE turn keys' common part to where pieces of 128 tokens that begin at 0 never saw it."""
+    model = random_model()
+    embedding = model.model.embed_tokens
+    embedding.weight = embedding.weight + 8 * mx.abs(embedding.weight).mean()
+    for layer in model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight = projection.weight * 4
+    rng = np.random.default_rng(1)
+    pieces = rng.integers(3, 250, (8, 128)).tolist()
+    tokens = mx.array(rng.integers(3, 250, 2000))[None]
+
+    def log_probabilities(caches):
+        with install():
+            steps = [model(tokens[:, first : first + 100], cache=caches) for first in range(0, 2000, 100)]
+        logits = mx.concatenate(steps, axis=1)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    raw = log_probabilities(make_prompt_cache(model, format="raw"))
+    divergences = []
+    for context in (0, 2000):
+        path = tmp_path / f"{context}.safetensors"
+        save_codebooks(path, "vecinfer4", observe(model, pieces, context=context).train("vecinfer4"), fingerprint_of(model))
+        coded = log_probabilities(make_prompt_cache(model, format="vecinfer4", window=16, sink=0, codebooks=path))
+        divergences.append((mx.exp(raw) * (raw - coded)).sum(-1)[0, 1000:].mean().item())
+    assert 2 * divergences[1] < divergences[0]
+
+
+@pytest.mark.parametrize(
+    "n_pieces, context, offsets",
+    [(3, 0, [0, 0, 0]), (1, 500, [0]), (3, 96, [0, 0, 0]), (3, 50, [0, 0, 0]), (4, 1000, [0, 100, 401, 904])],
+)
+def test_pieces_begin_at_positions_spread_over_the_context(model, windows, n_pieces, context, offsets, monkeypatch):
+    seen = []
+    attention = type(model.layers[0].self_attn)
+    called = attention.__call__
+
+    def watched(self, x, mask=None, cache=None):
+        seen.append(cache.offset)
+        return called(self, x, mask, cache)
+
+    monkeypatch.setattr(attention, "__call__", watched)
+    observe(model, (windows * n_pieces)[:n_pieces], context=context)
+    assert sorted(set(seen)) == sorted(set(offsets)) and seen[-2:] == [offsets[-1]] * 2
+
+
 def rewritten(saved, tmp_path, arrays=None, metadata=None):
     """A copy with other arrays and metadata; None for a value drops the entry."""
     old_arrays, old_metadata = mx.load(str(saved), return_metadata=True)
@@ -427,6 +473,10 @@ def test_calibrate_writes_a_set_that_loads(tmp_path, model):
     assert load_codebooks(out, model).format == "vecinfer2"
     for words in (str(out), "KiB", "layers", "K error", "V error"):
         assert words in said
+    assert "positions up to 512\n" in err and "gaps between them that --tokens 1024 would fill" in err
+    code, said, err = kvpool(*run, "--context", 100, "-o", tmp_path / "short.safetensors")
+    assert code == 0 and "positions up to 100\n" in err and "gaps" not in err
+    assert load_codebooks(tmp_path / "short.safetensors").identity != load_codebooks(out).identity
     several = tmp_path / "several.{bits}.safetensors"
     one, two = (str(several).replace("{bits}", bits) for bits in "12")
     for options in ({"KVPOOL_THREADS": "1"}, {"KVPOOL_THREADS": "3"}, {"KVPOOL_KERNELS": "scalar"}):
@@ -443,6 +493,7 @@ def test_calibrate_writes_a_set_that_loads(tmp_path, model):
         (["--tokens", "1"], "--tokens"),
         (["--window", "1"], "--window"),
         (["--sink", "64"], "--sink"),
+        (["--context", "-1"], "--context"),
         (["--seed", "-1"], "--seed"),
         (["--restarts", "0"], "--restarts"),
         (["--text", "no such file"], "No such file"),

@@ -55,10 +55,20 @@ def calibrate(
     ] = ...,
     tokens: Annotated[
         int, typer.Option(min=64, max=1 << 24, help="Tokens of the text that are read, spread over it.")
-    ] = 16384,
+    ] = 32768,
     window: Annotated[
         int, typer.Option(min=64, max=1 << 20, help="Tokens that are read together, from an empty cache.")
     ] = 1024,
+    context_tokens: Annotated[
+        int,
+        typer.Option(
+            "--context",
+            min=0,
+            max=1 << 24,
+            help="Tokens of the longest text that is to be coded well: the pieces are read as if they began at "
+            "positions spread over it. 0: the model's context.",
+        ),
+    ] = 0,
     raw_window: Annotated[int, typer.Option(min=0, max=1 << 20, help="Newest tokens that caches keep raw.")] = 128,
     sink: Annotated[int, typer.Option(min=0, max=1 << 20, help="First tokens that caches keep raw.")] = 16,
     codebooks: Annotated[
@@ -84,12 +94,20 @@ def calibrate(
 
     from .. import models
     from ..codebooks import fingerprint_of
+    from ..codebooks.calibration import offsets_of
 
     loaded, tokenizer, shape = models.load(model)
     pieces = _pieces(text, tokenizer.encode(content), tokens, window)
-    print(f"kvpool: {shape.path}: reading {len(pieces)} × {window} tokens of {text}", file=sys.stderr)
+    context_tokens = context_tokens or shape.context_length or window
+    print(
+        f"kvpool: {shape.path}: reading {len(pieces)} × {window} tokens of {text} at positions up to {context_tokens}",
+        file=sys.stderr,
+    )
+    offsets = offsets_of(pieces, context_tokens)
+    if any(offset > before + window for before, offset in zip(offsets, offsets[1:])):
+        print(f"kvpool: there are gaps between them that --tokens {2 * context_tokens} would fill", file=sys.stderr)
     fingerprint = fingerprint_of(loaded)
-    options = {"max_tokens": tokens, "sink": sink, "window": raw_window, "seed": seed}
+    options = {"context": context_tokens, "max_tokens": tokens, "sink": sink, "window": raw_window, "seed": seed}
     training = {"n_codebooks": codebooks, "n_restarts": restarts}
     files = {f"vecinfer{b.value}": output.replace("{bits}", b.value) for b in dict.fromkeys(bits)}
     made = _calibrate(loaded, pieces, fingerprint, files, options, training)
