@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
   // The turn's, the next, and the one after it.
   auto* segments = reinterpret_cast<Segment*>(shared + C::kQueryAt + C::kQueryBytes + 16);
 
+  const LinePlace place(p, lane);
   // The line, in equal stretches: the first `longer` blocks have one unit more.
   const int all = __ldg(p.cost_before + p.n_sequences) * p.n_kv_heads * p.chunks;
   const int n_blocks = min(static_cast<int>(gridDim.x), (all + C::kWarps - 1) / C::kWarps);
@@ -126,10 +127,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
                  s.kv_head * p.key_stride, s.kv_head * p.value_stride);
     }
   };
-  // Tiles are sent for ahead of time, but not while raw ones need the registers.
   const auto has_raw = [&](const Segment& s) {
     return !C::kRawOnly && s.raw_from + warp < s.raw_to;
   };
+  // Tiles are sent for ahead of time; to registers not while raw ones need them.
+  const auto waits = [&](const Segment& s) { return C::kVq && has_raw(s); };
   // Centroids are summed as the integers they are.
   const auto value_unit = [&](const Segment& s) {
     return __ldg(p.value_scale + (p.codebook_per_head ? s.kv_head : 0));
@@ -154,16 +156,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
     }
   };
 
-  if (warp == 0) find_segment<C>(p, low, high, lane, &segments[0]);
+  if (warp == 0) find_segment<C>(p, place, low, high, lane, &segments[0]);
   __syncthreads();
   if (segments[0].found) {
     const Segment& now = segments[0];
     Codewords<C> codewords;
     codewords.load(p, now.kv_head);
-    if (!has_raw(now)) begin(now);
+    if (!waits(now)) begin(now);
     make_queries(now);
     codewords.fill(table);
-    if (warp == 0) find_segment<C>(p, now.stop, high, lane, &segments[1]);
+    if (warp == 0) find_segment<C>(p, place, now.stop, high, lane, &segments[1]);
     __syncthreads();
   }
   for (int turn = 0; segments[turn].found; turn = turn == 2 ? 0 : turn + 1) {
@@ -194,6 +196,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
       }
     } else {
       if (has_raw(now)) {
+        // What comes after the raw tiles is on its way while they are.
+        touch_space<C>(p, now.kv_head, lane);
+        if constexpr (C::kVq) {
+          touch(p.blocks + now.first_raw + ((now.raw_from + warp) >> p.tiles_log2));
+          ring.warm_up(now.sealed_from + turn_of(now), now.sealed_to, p.blocks + now.first_sealed,
+                       now.kv_head * p.key_stride, now.kv_head * p.value_stride);
+        }
         attend_raw<C>(acc, p.blocks + now.first_raw, now.raw_from + warp, now.raw_to, p.tiles_log2,
                       static_cast<std::size_t>(now.kv_head) * p.raw_stride, scale, raw_query);
         if constexpr (C::kVq) {
@@ -208,7 +217,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
           acc.turn();
         }
         if constexpr (C::kValueUnit != 1.F) acc.scale(C::kValueUnit);
-        begin(now);
+        if constexpr (C::kVq) begin(now);
       }
       const int first_unit = now.sealed_from + turn_of(now), end_unit = now.sealed_to;
       if (first_unit < end_unit) {
@@ -282,7 +291,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
     Codewords<C> codewords;
     const bool new_table = C::kVq && more && p.codebook_per_head && next.kv_head != now.kv_head;
     if (more) {
-      if (!has_raw(next)) begin(next);
+      if (!waits(next)) begin(next);
       if (new_table) codewords.load(p, next.kv_head);
     }
 
@@ -311,7 +320,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
       if (n == 0 && more) {
         make_queries(next);
         if (new_table) codewords.fill(table);
-        if (warp == C::kWarps - 3) find_segment<C>(p, next.stop, high, lane, &later);
+        if (warp == C::kWarps - 3) {
+          find_segment<C>(p, LinePlace(p, lane), next.stop, high, lane, &later);
+        }
       }
       if (warp < 4) {
         const int h = 4 * n + warp;

@@ -36,6 +36,18 @@ __device__ __forceinline__ bool has_value_space(const DecodeParams& p) {
   return C::kVq ? p.value_smooth != nullptr : p.turned_values != 0;
 }
 
+/// Brings near what leaving the space of sealed values takes.
+template <class C>
+__device__ __forceinline__ void touch_space(const DecodeParams& p, int kv_head, int lane) {
+  if constexpr (C::kVq) {
+    if (p.value_smooth == nullptr) return;
+    const int at = kv_head * C::kDim + lane * (C::kDim / 32);
+    touch(p.value_smooth + at);
+    touch(p.value_mean + at);
+    touch(p.value_hadamard + kv_head);
+  }
+}
+
 /// Brings one head's result back from the space of sealed values; x[u] is of channel 32u + lane.
 template <class C>
 __device__ __forceinline__ void leave_space(const DecodeParams& p, int kv_head, int lane,
@@ -99,7 +111,7 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
   // before the factors are known.
   constexpr int kFours = C::kHeads * C::kDim / 4;
   constexpr int kSharers = C::kThreads > kFours ? C::kThreads / kFours : 1;
-  constexpr int kFirst = 4;
+  constexpr int kFirst = C::kRawOnly ? 8 : 4;  // Others have no registers left.
   float4* sums = reinterpret_cast<float4*>(merge_o);
   float* parts = merge_o + C::kThreads * 4;  // A factor a head and block.
   const int four = threadIdx.x % kFours, sharer = threadIdx.x / kFours;
@@ -112,6 +124,7 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
   for (int k = 0; k < kFirst; ++k) {
     if (sharer + k * kSharers < n) early[k] = load(sharer + k * kSharers);
   }
+  touch_space<C>(p, now.kv_head, lane);
   if (warp < now.n_heads) {
     float m = kLowest, l = 0;
     for (int b = lane; b < n; b += 32) {
@@ -139,7 +152,7 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
     for (int k = 0; k < kFirst; ++k) {
       if (sharer + k * kSharers < n) add(sharer + k * kSharers, early[k]);
     }
-#pragma unroll 4
+#pragma unroll kFirst
     for (int b = sharer + kFirst * kSharers; b < n; b += kSharers) add(b, load(b));
   }
   sums[threadIdx.x] = x;

@@ -119,6 +119,17 @@ __device__ __forceinline__ void sts64(std::uint32_t a, std::uint32_t x, std::uin
   asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory");
 }
 
+/// A line of memory to L1, by a load that nobody waits for.
+__device__ __forceinline__ void touch(const void* at) {
+  asm volatile("{.reg .u16 unused; ld.global.nc.u8 unused,[%0];}" ::"l"(at));
+}
+/// Lines of memory to L2, one a lane.
+template <int kBytes>
+__device__ __forceinline__ void send_for(const char* from, int lane) {
+  static_assert(kBytes <= 32 * 128);
+  if (lane * 128 < kBytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane * 128));
+}
+
 /// 16 bytes to shared memory; zeros if `bytes` is 0.
 __device__ __forceinline__ void copy16(std::uint32_t to, const void* from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;" ::"r"(to), "l"(from),

@@ -17,37 +17,46 @@ struct alignas(16) Segment {
   int first_sealed, sealed_from, sealed_to;  // Units, from entry first_sealed on.
 };
 
+/// A sequence's place on a head's line, and its entries.
+struct LinePlace {
+  int before, after;
+  int4 entries;
+
+  __device__ __forceinline__ LinePlace(const DecodeParams& p, int seq) {
+    const int k = min(seq, p.n_sequences - 1);
+    before = __ldg(p.cost_before + k);
+    after = __ldg(p.cost_before + k + 1);
+    entries = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
+  }
+};
+
 /// The first segment with work at or after `at` and before `end`, by one warp, to shared memory: a
 /// copy a thread would be spilled, and the first touch of local memory costs more than the search.
+/// `mine` is of sequence `lane`: who knows it before the others need not wait for it here.
 template <class C>
-__device__ __forceinline__ void find_segment(const DecodeParams& p, int at, int end, int lane,
-                                             Segment* result) {
+__device__ __forceinline__ void find_segment(const DecodeParams& p, LinePlace mine, int at, int end,
+                                             int lane, Segment* result) {
   Segment found;
   Segment* s = &found;
   s->found = false;
-  int k = min(lane, p.n_sequences - 1);
-  int before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-  int4 mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
   const int head_cost = __ldg(p.cost_before + p.n_sequences);
   while (at < end) {
     const int head = at / head_cost, offset = at - head * head_cost;
     int base = 0;
-    unsigned vote = __ballot_sync(kAllLanes, after > offset);
+    unsigned vote = __ballot_sync(kAllLanes, mine.after > offset);
     while (vote == 0) {
       base += 32;
-      k = min(base + lane, p.n_sequences - 1);
-      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-      vote = __ballot_sync(kAllLanes, after > offset);
+      mine = LinePlace(p, base + lane);
+      vote = __ballot_sync(kAllLanes, mine.after > offset);
     }
     const int from_lane = __ffs(static_cast<int>(vote)) - 1;
-    const int start = head * head_cost + __shfl_sync(kAllLanes, before, from_lane);
-    s->high = head * head_cost + __shfl_sync(kAllLanes, after, from_lane);
+    const int start = head * head_cost + __shfl_sync(kAllLanes, mine.before, from_lane);
+    s->high = head * head_cost + __shfl_sync(kAllLanes, mine.after, from_lane);
     s->low = start + p.segment_cost;
     s->stop = min(s->high, end);
-    const int n_raw = __shfl_sync(kAllLanes, mine.y, from_lane) << p.tiles_log2;
-    s->first_raw = __shfl_sync(kAllLanes, mine.x, from_lane);
-    s->first_sealed = __shfl_sync(kAllLanes, mine.z, from_lane);
+    const int n_raw = __shfl_sync(kAllLanes, mine.entries.y, from_lane) << p.tiles_log2;
+    s->first_raw = __shfl_sync(kAllLanes, mine.entries.x, from_lane);
+    s->first_sealed = __shfl_sync(kAllLanes, mine.entries.z, from_lane);
     if (s->stop > s->low) {
       s->head = head;
       s->seq = base + from_lane;
@@ -71,11 +80,7 @@ __device__ __forceinline__ void find_segment(const DecodeParams& p, int at, int 
       break;
     }
     at = s->stop;
-    if (base > 0) {  // Back to the first sequences.
-      k = min(lane, p.n_sequences - 1);
-      before = __ldg(p.cost_before + k), after = __ldg(p.cost_before + k + 1);
-      mine = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
-    }
+    if (base > 0) mine = LinePlace(p, lane);  // Back to the first sequences.
   }
   if (lane == 0) *result = found;
 }

@@ -155,6 +155,18 @@ struct CodeStream {
       next += C::kWarps;
     }
   }
+  /// Brings near what begin() will read.
+  __device__ __forceinline__ void warm_up(int first, int end_, const BlockEntry* blocks_,
+                                          unsigned key_head_, unsigned value_head_) {
+    if (first >= end_) return;
+    const ulonglong2 e =
+        __ldg(reinterpret_cast<const ulonglong2*>(blocks_ + (first >> units_log2)));
+    const int tile = (first & ((1 << units_log2) - 1)) * C::kUnit;
+    send_for<C::kUnit * C::kKeyTile>(
+        reinterpret_cast<const char*>(e.x) + (key_head_ + tile * C::kKeyTile), lane);
+    send_for<C::kUnit * C::kValueTile>(
+        reinterpret_cast<const char*>(e.y) + (value_head_ + tile * C::kValueTile), lane);
+  }
   __device__ __forceinline__ void begin(int first, int end_, const BlockEntry* blocks_,
                                         unsigned key_head_, unsigned value_head_) {
     next = first;
