@@ -141,6 +141,8 @@ class AttendOp final : public CudaOp {
       send<cuda::OneStep>(kernels, inputs, n_rows);
     } else if (fits(cuda::Step())) {
       send<cuda::Step>(kernels, inputs, n_rows);
+    } else if (fits(cuda::BatchStep())) {
+      send<cuda::BatchStep>(kernels, inputs, n_rows);
     } else {
       send<cuda::Tables>(kernels, inputs, n_rows);
     }

@@ -89,7 +89,7 @@ class Space {
     smooth_ = q.smooth + kv_head * dim;
     mean_ = q.mean + kv_head * dim;
     turn_ = q.turns[kv_head];
-    if (turn_ != Turn::kRotation) return;
+    if (q.rotation == nullptr) return;  // No head has one.
     rotation_ = q.rotation + kv_head * dim * dim;
     back_ = q.back + kv_head * dim * dim;
   }
@@ -148,60 +148,70 @@ class Space {
     __syncthreads();
   }
 
-  /// As enter_queries() for one query, `x` of channel threadIdx.x, to `row` in shared memory:
-  /// quicker, as all that it reads comes at once and sums are split among kThreads threads, so that
-  /// it rounds otherwise. Barriers stand after it.
-  template <int kThreads>
-  __device__ void enter_query(float x, float* row, int dim, float* offset) const {
-    constexpr int kEach = 32;
-    __shared__ float parts[kThreads];
-    const int thread = static_cast<int>(threadIdx.x), groups = kThreads / dim;
-    const int group = thread / dim, column = thread % dim, span = (dim + groups - 1) / groups;
-    const int first = group * span, last = group < groups ? min(dim, first + span) : first;
-    const bool rotates = turn_ == Turn::kRotation;
+  /// As enter_queries() for one query of 64 or 128 channels, `x` of channel threadIdx.x: quicker,
+  /// as all that it reads comes at once and sums are split among threads, so that it rounds
+  /// otherwise.
+  /// Calls write(channel, x) for kSlice channels from `slice` * kSlice on or, where nothing is
+  /// rotated, for all if `slice` is 0.
+  /// @return the offset, to thread 0.
+  template <int kThreads, int kSlice, class Write>
+  __device__ float enter_query(float x, int dim, int slice, Write write) const {
+    constexpr int kGroups = kThreads / kSlice, kEach = 128 / kGroups;
+    __shared__ __align__(16) float row[128];
+    __shared__ float products[4], parts[kThreads];
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    const int first = thread / kSlice * kEach, column = slice * kSlice + thread % kSlice;
+    const bool mine = thread < dim;
     float numbers[kEach];
-    const auto load = [&](int from) {
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int d = from + k;
-        numbers[k] = rotates && d < last ? __ldg(rotation_ + d * dim + column) : 0.F;
-      }
-    };
-    load(first);
+    for (int k = 0; k < kEach; ++k) {
+      numbers[k] = rotation_ != nullptr && first + k < dim
+                       ? __ldg(rotation_ + (first + k) * dim + column)
+                       : 0.F;
+    }
     float product = 0.F;
-    if (smooth_ != nullptr && thread < dim) {
-      product = x * mean_[thread];
-      x *= smooth_[thread];
+    if (smooth_ != nullptr && mine) {
+      product = x * __ldg(mean_ + thread);
+      x *= __ldg(smooth_ + thread);
     }
-    if (thread < dim) row[thread] = x;
+    if (turn_ == Turn::kHadamard) {
+      for (int d = 1; d < 32; d *= 2) x = (lane & d ? -x : x) + __shfl_xor_sync(~0U, x, d);
+    }
+    if (mine) row[thread] = x;
     for (int d = 1; d < 32; d *= 2) product += __shfl_xor_sync(~0U, product, d);
-    if (thread % 32 == 0) parts[thread / 32] = product;
+    if (mine && lane == 0) products[thread / 32] = product;
     __syncthreads();
-    if (thread == 0) {
-      float sum = 0.F;
-      for (int i = 0; i < (dim + 31) / 32; ++i) sum += parts[i];
-      *offset = sum;
-    }
-    if (turn_ == Turn::kHadamard) turn(row, 1, dim, dim);
-    if (!rotates) {
-      __syncthreads();
-      return;
+    const float offset = products[0] + products[1] + (dim > 64 ? products[2] + products[3] : 0.F);
+
+    if (turn_ != Turn::kRotation) {
+      if (!mine || slice > 0) return offset;
+      if (turn_ == Turn::kHadamard) {
+        const auto pair = [&](int at) {
+          return thread & 32 ? row[at] - row[at + 32] : row[at] + row[at + 32];
+        };
+        x = pair(lane);
+        if (dim > 64) x = thread & 64 ? x - pair(lane + 64) : x + pair(lane + 64);
+        x *= __fdiv_rn(1.F, __fsqrt_rn(static_cast<float>(dim)));
+      }
+      write(thread, x);
+      return offset;
     }
     float sum = 0.F;
-    for (int from = first; from < last; from += kEach) {
-      if (from > first) load(from);
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) sum += row[min(from + k, dim - 1)] * numbers[k];
+    for (int k = 0; k < kEach; k += 4) {
+      if (first + k >= dim) break;
+      const float4 q = *reinterpret_cast<const float4*>(row + first + k);
+      sum += q.x * numbers[k] + q.y * numbers[k + 1] + q.z * numbers[k + 2] + q.w * numbers[k + 3];
     }
-    __syncthreads();
     parts[thread] = sum;
     __syncthreads();
-    if (thread < dim) {
+    if (thread < kSlice) {
       float whole = 0.F;
-      for (int g = 0; g < groups; ++g) whole += parts[g * dim + thread];
-      row[thread] = whole;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) whole += parts[g * kSlice + thread];
+      write(column, whole);
     }
-    __syncthreads();
+    return offset;
   }
 
  private:

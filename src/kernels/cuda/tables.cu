@@ -7,9 +7,18 @@ namespace kvpool::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-static_assert(kThreads >= codec::kMaxHeadDim);
+constexpr int kSlice = 32;
 
-/// Block 0 writes the tables, the others prepare a row of queries or copy one head's new rows each.
+/// Blocks to a row of queries. Rotating one reads a matrix, which is split among them.
+template <class Params>
+__host__ __device__ int slices_of(const Params& p) {
+  return p.to_sealed != nullptr && p.sealed_keys.quantizer.rotation != nullptr
+             ? p.head_dim / kSlice
+             : 1;
+}
+
+/// Block 0 writes the tables, the others prepare channels of a row of queries or copy one head's
+/// new rows each.
 template <class Sizes>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareParams<Sizes> p) {
@@ -28,10 +37,10 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  const int n_queries = p.queries != nullptr ? p.n_rows : 0;
-  const int query = static_cast<int>(blockIdx.x) - 1;
-  if (query >= n_queries) {
-    const int part = query - n_queries, head = part % p.n_kv_heads;
+  const int slices = slices_of(p), n_query_blocks = p.queries != nullptr ? p.n_rows * slices : 0;
+  const int block = static_cast<int>(blockIdx.x) - 1;
+  if (block >= n_query_blocks) {
+    const int part = block - n_query_blocks, head = part % p.n_kv_heads;
     const int role = part / p.n_kv_heads % 2;
     const NewRows& rows = p.rows[part / p.n_kv_heads / 2];
     const RowLayout& layout = p.layouts[role];
@@ -48,8 +57,7 @@ __global__ void __launch_bounds__(kThreads)
               static_cast<std::uint32_t>(head));
     return;
   }
-  __shared__ float row[codec::kMaxHeadDim];
-  __shared__ float offset;
+  const int query = block / slices, slice = block % slices;
   const std::int64_t from =
       query / p.n_heads * p.query_strides[0] + query % p.n_heads * p.query_strides[1];
   const std::size_t at = static_cast<std::size_t>(query) * p.head_dim;
@@ -58,13 +66,15 @@ __global__ void __launch_bounds__(kThreads)
   if (d < p.head_dim) {
     x = load_element(p.queries, p.query_type,
                      static_cast<std::size_t>(from + d * p.query_strides[2]));
-    p.to_queries[at + d] = x;
+    if (slice == 0) p.to_queries[at + d] = x;
   }
   if (p.to_sealed == nullptr) return;
   const int kv_head = query % p.n_heads / (p.n_heads / p.n_kv_heads);
-  Space(p.sealed_keys, kv_head).enter_query<kThreads>(x, row, p.head_dim, &offset);
-  if (d < p.head_dim) p.to_sealed[at + d] = row[d];
-  if (d == 0) p.to_bias[query] = p.scale * offset;
+  const float offset = Space(p.sealed_keys, kv_head)
+                           .enter_query<kThreads, kSlice>(
+                               x, p.head_dim, slice,
+                               [&](int channel, float y) { p.to_sealed[at + channel] = y; });
+  if (slice == 0 && d == 0) p.to_bias[query] = p.scale * offset;
 }
 
 }  // namespace
@@ -73,8 +83,9 @@ template <class Sizes>
 Launch<PrepareParams<Sizes>> prepare_tables(const PrepareParams<Sizes>& params) {
   Launch<PrepareParams<Sizes>> launch;
   launch.function = reinterpret_cast<const void*>(&prepare_kernel<Sizes>);
-  launch.grid = dim3(static_cast<unsigned>(1 + (params.queries != nullptr ? params.n_rows : 0) +
-                                           2 * params.n_new_rows * params.n_kv_heads));
+  const int n_query_blocks = params.queries != nullptr ? params.n_rows * slices_of(params) : 0;
+  launch.grid = dim3(
+      static_cast<unsigned>(1 + n_query_blocks + 2 * params.n_new_rows * params.n_kv_heads));
   launch.block = kThreads;
   launch.params = params;
   return launch;
@@ -82,6 +93,7 @@ Launch<PrepareParams<Sizes>> prepare_tables(const PrepareParams<Sizes>& params) 
 
 template Launch<PrepareParams<OneStep>> prepare_tables(const PrepareParams<OneStep>&);
 template Launch<PrepareParams<Step>> prepare_tables(const PrepareParams<Step>&);
+template Launch<PrepareParams<BatchStep>> prepare_tables(const PrepareParams<BatchStep>&);
 template Launch<PrepareParams<Tables>> prepare_tables(const PrepareParams<Tables>&);
 
 }  // namespace kvpool::cuda

@@ -421,6 +421,22 @@ TEST_P(CudaTables, MoveAndShrink) {
   same_rows(pair);
 }
 
+/// Steps of as many requests as a launch has room for, of fewer and of more.
+TEST_P(CudaTables, StepsOfManyRequests) {
+  const int longest = 3 * GetParam().block_size;
+  for (const int n_rows : {11, 32, 35}) {
+    Pair pair(GetParam(), 0, n_rows);
+    std::vector<std::int64_t> first(static_cast<std::size_t>(n_rows), 0), count;
+    for (int row = 0; row < n_rows; ++row) count.push_back(row * 7 % longest + 1);
+    append(pair, n_rows, longest, 1, first, count);
+    for (int step = 0; step < 3; ++step) {
+      append(pair, n_rows, 1, 10 + step);
+      right_attention(pair, n_rows, 1, 50 + step);
+    }
+    same_rows(pair);
+  }
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const std::string format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer4",
