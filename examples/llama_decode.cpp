@@ -30,6 +30,7 @@ constexpr const char* kUsage = R"(usage: llama_decode [--NAME VALUE ...]
   --prompt N         tokens of prompt, in chunks of --chunk                                   [64]
   --chunk N                                                                                   [2048]
   --tokens N         tokens decoded                                                           [32]
+  --steps N          1: print what each step took, too                                        [0]
   --batch N          requests                                                                 [1]
   --block-size N     tokens to a block                                                        [32]
   --dtype NAME       float32, float16 or bfloat16        [float32 on the CPU, bfloat16 elsewhere]
@@ -69,7 +70,8 @@ class Options {
   std::map<std::string, std::string> values_{
       {"--model", ""},    {"--shape", ""},  {"--cache", "stock,raw"}, {"--fill", "0"},
       {"--prompt", "64"}, {"--chunk", "2048"}, {"--tokens", "32"},    {"--batch", "1"},
-      {"--block-size", "32"}, {"--dtype", ""}, {"--device", ""},      {"--seed", "0"}};
+      {"--block-size", "32"}, {"--dtype", ""}, {"--device", ""},      {"--seed", "0"},
+      {"--steps", "0"}};
 };
 
 struct Run {
@@ -82,6 +84,7 @@ struct Result {
   double decode_ms = 0.0;  ///< A token, the median.
   double mean_ms = 0.0;    ///< Likewise the mean.
   double host_ms = 0.0;    ///< Of a token, the median: until all of the step is on its way.
+  std::vector<double> steps_ms;  ///< Of each token from the third on.
   std::size_t held = 0;    ///< Bytes that the cache holds at the end.
   std::size_t peak = 0;    ///< Bytes at most, beyond the weights.
   double logits = 0.0;     ///< Root mean square of all decode steps' logits.
@@ -173,6 +176,7 @@ Result decode(const llama::Model& model, const std::string& format, const Run& r
   result.mean_ms = times.empty() ? 0.0
                                  : 1e3 * std::accumulate(times.begin(), times.end(), 0.0) /
                                        static_cast<double>(times.size());
+  for (const double time : times) result.steps_ms.push_back(1e3 * time);
   result.decode_ms = 1e3 * median(std::move(times));
   result.host_ms = 1e3 * median(std::move(host_times));
   result.peak = mx::get_peak_memory() - before;
@@ -217,6 +221,10 @@ void run(const Options& options) {
                 result.prefill_s, result.decode_ms, result.mean_ms, result.host_ms,
                 static_cast<double>(result.held) * 1e-6, static_cast<double>(result.peak) * 1e-6,
                 result.logits);
+    if (options.number("--steps", 0) > 0) {
+      for (const double ms : result.steps_ms) std::printf(" %.2f", ms);
+      std::printf("\n");
+    }
     std::fflush(stdout);
   }
 }

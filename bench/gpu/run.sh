@@ -38,5 +38,11 @@ for shape in "1 1024" "1 8192" "1 65536" "1 196608" "8 8192" "32 8192" "8 65536"
   build/cuda/examples/llama_decode --shape llama-3.1-8b --batch "$1" --fill "$2" --chunk 2048 \
     --prompt 1 --tokens 66 --cache $caches,$caches,$caches
 done
+echo "as many requests of 196608 tokens as fit"
+for shape in "stock 4" "vecinfer2 24" "vecinfer2 36"; do
+  set -- $shape
+  build/cuda/examples/llama_decode --shape llama-3.1-8b --batch "$2" --fill 196608 --chunk 512 \
+    --prompt 1 --tokens 66 --cache "$1"
+done
 echo "prompt of 8192 tokens"
 build/cuda/examples/llama_decode --shape llama-3.1-8b --prompt 8192 --tokens 20 --cache stock,raw,int4,vecinfer2
