@@ -14,7 +14,7 @@ PAGED_TESTS := $(addprefix tests/python/test_,paged_cache.py paged_mlx_lm.py kiv
 # Where the other architecture's compiler and QEMU are Debian packages.
 ARM64 := $(if $(and $(filter x86_64,$(shell uname -m)),$(shell command -v dpkg-query)),arm64)
 
-.PHONY: demo test arm64 cuda fuzz build setup bench peers stubs clean
+.PHONY: demo test arm64 cuda fuzz build setup bench llama peers stubs clean
 
 demo: build  ## The main job on the default model.
 	@$(BIN)/kvpool info
@@ -68,6 +68,10 @@ bench: build  ## The tables of docs/performance.md, beside the Python peer and m
 	-$(BIN)/python bench/attention.py
 	-build/release/bench/attention_bench all
 	-$(BIN)/python bench/decode.py
+
+llama: build  ## CPU attention beside llama.cpp's, which is compiled first.
+	test -d build/llama || $(BIN)/python -m pip install --no-deps --target build/llama llama-cpp-python==0.3.36 diskcache
+	PYTHONPATH=build/llama $(BIN)/python bench/beside_llama.py
 
 peers: build  ## The Python peer's own tests of the same classes, on kvpool.
 	$(BIN)/python tests/peers/run.py build/peers

@@ -13,7 +13,7 @@ import pytest
 from kvpool import VecInferCalibrator, VecInferStream
 from kvpool._core import weight_sketch
 from kvpool.codebooks import find_codebooks, fingerprint_of, load_codebooks, save_codebooks
-from kvpool.codebooks.calibration import observe
+from kvpool.codebooks.calibration import observe, offsets_of, pieces_without_gaps
 from kvpool.codebooks.file import read_file
 from kvpool.mlx_lm import attach, install, make_prompt_cache
 from mlx.utils import tree_map
@@ -281,9 +281,18 @@ def test_positions_that_pieces_are_spread_over_are_coded_well(tmp_path):
     assert 2 * divergences[1] < divergences[0]
 
 
+@pytest.mark.parametrize("context", [1, 64, 65, 512, 8192, 131072])
+def test_so_many_pieces_leave_no_gaps(context):
+    n_pieces = pieces_without_gaps(64, context)
+    assert 1 <= n_pieces <= 97
+    offsets = offsets_of([[0] * 64] * n_pieces, context)
+    assert all(0 <= after - before <= max(64, context / 32) for before, after in zip(offsets, offsets[1:]))
+    assert offsets[0] == 0 and offsets[-1] == max(0, context - 64)
+
+
 @pytest.mark.parametrize(
     "n_pieces, context, offsets",
-    [(3, 0, [0, 0, 0]), (1, 500, [0]), (3, 96, [0, 0, 0]), (3, 50, [0, 0, 0]), (4, 1000, [0, 100, 401, 904])],
+    [(3, 0, [0, 0, 0]), (1, 500, [0]), (3, 96, [0, 0, 0]), (3, 50, [0, 0, 0]), (4, 1000, [0, 33, 267, 904])],
 )
 def test_pieces_begin_at_positions_spread_over_the_context(model, windows, n_pieces, context, offsets, monkeypatch):
     seen = []
@@ -473,7 +482,7 @@ def test_calibrate_writes_a_set_that_loads(tmp_path, model):
     assert load_codebooks(out, model).format == "vecinfer2"
     for words in (str(out), "KiB", "layers", "K error", "V error"):
         assert words in said
-    assert "positions up to 512\n" in err and "gaps between them that --tokens 1024 would fill" in err
+    assert "positions up to 512\n" in err and "gaps between them that --tokens 1408 would fill" in err
     code, said, err = kvpool(*run, "--context", 100, "-o", tmp_path / "short.safetensors")
     assert code == 0 and "positions up to 100\n" in err and "gaps" not in err
     assert load_codebooks(tmp_path / "short.safetensors").identity != load_codebooks(out).identity

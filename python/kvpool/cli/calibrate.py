@@ -94,7 +94,7 @@ def calibrate(
 
     from .. import models
     from ..codebooks import fingerprint_of
-    from ..codebooks.calibration import offsets_of
+    from ..codebooks.calibration import pieces_without_gaps
 
     loaded, tokenizer, shape = models.load(model)
     pieces = _pieces(text, tokenizer.encode(content), tokens, window)
@@ -103,9 +103,9 @@ def calibrate(
         f"kvpool: {shape.path}: reading {len(pieces)} × {window} tokens of {text} at positions up to {context_tokens}",
         file=sys.stderr,
     )
-    offsets = offsets_of(pieces, context_tokens)
-    if any(offset > before + window for before, offset in zip(offsets, offsets[1:])):
-        print(f"kvpool: there are gaps between them that --tokens {2 * context_tokens} would fill", file=sys.stderr)
+    n_pieces = pieces_without_gaps(window, context_tokens)
+    if len(pieces) < n_pieces:
+        print(f"kvpool: there are gaps between them that --tokens {n_pieces * window} would fill", file=sys.stderr)
     fingerprint = fingerprint_of(loaded)
     options = {"context": context_tokens, "max_tokens": tokens, "sink": sink, "window": raw_window, "seed": seed}
     training = {"n_codebooks": codebooks, "n_restarts": restarts}

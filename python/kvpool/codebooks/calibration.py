@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,9 +48,15 @@ class _Recorder(KVCache):
 
 def offsets_of(windows: Sequence[Sequence[int]], context: int) -> list[int]:
     """Where each piece begins: closer together at first, since every text has those positions, and the last so that it
-    ends where the context does. Twice the context's tokens, in pieces of one length, leave no position out."""
+    ends where the context does."""
     steps = max(1, len(windows) - 1)
-    return [max(0, context - len(window)) * number**2 // steps**2 for number, window in enumerate(windows)]
+    return [max(0, context - len(window)) * number**3 // steps**3 for number, window in enumerate(windows)]
+
+
+def pieces_without_gaps(window: int, context: int) -> int:
+    """How many pieces of ``window`` tokens offsets_of() spreads so that the next begins within a piece or 1/32 of the
+    context: a channel that turns once in the context turns by a fifth of a radian there."""
+    return 1 + math.ceil(3 * max(0, context - window) / max(window, context // 32))
 
 
 def observe(
