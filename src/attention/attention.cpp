@@ -19,6 +19,8 @@ constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr int kRows = 128;
 /// A share smaller than this costs more to hand out than to do.
 constexpr std::int64_t kLeastTokens = 512;
+/// Shares to a thread, so that a late thread is no bottleneck.
+constexpr std::int64_t kSharesPerThread = 4;
 
 struct BlockRange {
   std::size_t first;
@@ -50,17 +52,19 @@ std::int64_t about_tokens(std::span<const BlockRef> blocks) {
                   static_cast<std::int64_t>(blocks.size()) * blocks.front().block_size);
 }
 
-/// The rows of a tile times the keys of a sequence are handed out whole while there is enough left
-/// for all threads, then in ever smaller shares (guided self-scheduling, Polychronopoulos and Kuck
-/// 1987): a share's first keys and its tables of queries cost as much as some hundred tokens.
+/// Tokens to a share: all of a sequence's unless the threads would go short of shares.
+std::int64_t share_tokens(const Arguments& arguments, int tile, int n_threads) {
+  if (n_threads == 1) return std::numeric_limits<std::int64_t>::max();
+  std::int64_t total = 0;
+  for (const SequenceRef& sequence : arguments.sequences) total += about_tokens(sequence.blocks);
+  total *= arguments.n_kv_heads * ((arguments.n_queries + tile - 1) / tile);
+  return std::max(kLeastTokens, total / (kSharesPerThread * n_threads));
+}
+
 void plan(const Arguments& arguments, int n_threads, std::vector<Item>& items) {
   const int group = group_of(arguments);
   const int tile = std::min(arguments.n_queries, std::max(1, kRows / group));
-  std::int64_t tokens_left = 0;
-  for (const SequenceRef& sequence : arguments.sequences) {
-    tokens_left += about_tokens(sequence.blocks);
-  }
-  tokens_left *= arguments.n_kv_heads * ((arguments.n_queries + tile - 1) / tile);
+  const std::int64_t share = share_tokens(arguments, tile, n_threads);
   for (std::size_t s = 0; s < arguments.sequences.size(); ++s) {
     const SequenceRef& sequence = arguments.sequences[s];
     for (int query = 0; query < arguments.n_queries; query += tile) {
@@ -68,17 +72,14 @@ void plan(const Arguments& arguments, int n_threads, std::vector<Item>& items) {
       const BlockRange range = visible_blocks(arguments, sequence, query, n_queries);
       const std::size_t n_blocks = range.last - range.first;
       const std::int64_t n_tokens = about_tokens(sequence.blocks.subspan(range.first, n_blocks));
+      const auto n_splits = static_cast<std::size_t>(std::max<std::int64_t>(
+          1, std::min<std::int64_t>(n_tokens / share, static_cast<std::int64_t>(n_blocks))));
       for (int head = 0; head < arguments.n_kv_heads; ++head) {
-        const std::int64_t share = std::max(kLeastTokens, tokens_left / n_threads);
-        const auto n_splits = static_cast<std::size_t>(std::max<std::int64_t>(
-            1,
-            std::min<std::int64_t>((n_tokens + share / 2) / share, static_cast<int>(n_blocks))));
         for (std::size_t i = 0; i < n_splits; ++i) {
           items.push_back({s, head, query, n_queries, range.first + n_blocks * i / n_splits,
                            range.first + n_blocks * (i + 1) / n_splits,
                            static_cast<int>(n_splits - i), nullptr});
         }
-        tokens_left -= n_tokens;
       }
     }
   }
