@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,17 +30,15 @@ def main() -> int:
     arguments = parser.parse_args()
 
     steps = build(arguments.tokens)
-    rounds = [
-        {name: timed(step) for name, step in steps.items()}
-        for _ in track(range(arguments.rounds), description="measuring", transient=True)
-    ]
+    rounds = [measure(steps) for _ in track(range(arguments.rounds), description="measuring", transient=True)]
     title = f"attention of {attention.LAYERS} layers, {arguments.tokens} tokens, {THREADS} threads"
     return 0 if print_rows(title, rows(), rounds) else 1
 
 
-def timed(step: Callable[[], None]) -> float:
-    time.sleep(0.1)  # llama.cpp's threads look for more work for a while.
-    return attention.timed(step)
+def measure(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    times = {name: attention.timed(step) for name, step in steps.items() if name not in FACTORS}
+    steps["raw"]()  # Not timed: llama.cpp's threads look for more work for a while.
+    return times | {name: attention.timed(steps[name]) for name in FACTORS}
 
 
 def build(n_tokens: int) -> dict[str, Callable[[], None]]:
