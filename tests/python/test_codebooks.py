@@ -275,7 +275,8 @@ def test_positions_that_pieces_are_spread_over_are_coded_well(tmp_path):
     divergences = []
     for context in (0, 2000):
         path = tmp_path / f"{context}.safetensors"
-        save_codebooks(path, "vecinfer4", observe(model, pieces, context=context).train("vecinfer4"), fingerprint_of(model))
+        made = observe(model, pieces, context=context).train("vecinfer4")
+        save_codebooks(path, "vecinfer4", made, fingerprint_of(model))
         coded = log_probabilities(make_prompt_cache(model, format="vecinfer4", window=16, sink=0, codebooks=path))
         divergences.append((mx.exp(raw) * (raw - coded)).sum(-1)[0, 1000:].mean().item())
     assert 2 * divergences[1] < divergences[0]

@@ -75,7 +75,8 @@ def observe(
         on_window: called after each piece.
         context: tokens of the longest text that is to be coded well. Pieces are read as if they began further on in it,
             at offsets_of() them: keys are coded as rotary embeddings turned them (RoPE, Su et al. 2021), and slow
-            channels turn so little in one piece that codebooks would know nothing of later positions. 0: all begin at 0.
+            channels turn so little in one piece that codebooks would know nothing of later positions. 0: all begin
+            at 0.
         options: as VecInferCalibrator takes them: max_tokens, sink, window, seed.
 
     Raises:
