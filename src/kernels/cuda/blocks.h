@@ -126,8 +126,8 @@ struct RowLayout {
   std::uint32_t row_bytes, element_bytes;
 };
 
-/// How many of each a launch of prepare_tables() carries: a node of a graph costs the host near
-/// 1 us, and as much again for each KB that it carries.
+/// How many of each a launch of prepare_tables() carries, whose bytes are part of what it costs the
+/// host.
 template <int kGrown_, int kEntries_, int kSequences_, int kPositions_, int kRows_>
 struct PrepareSizes {
   static constexpr int kGrown = kGrown_, kEntries = kEntries_, kSequences = kSequences_,
