@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstring>
 
 #include "kernels/avx2/avx2.h"
 #include "kernels/avx512/vector.h"
@@ -13,10 +14,9 @@ namespace {
 /// Sub-vectors whose numbers add up to 16 bits; beyond them sums have 32.
 constexpr int kGroupSubs = 4;
 
-/// The sum n of all numbers stands for the score step * n - base.
+/// The sum n of all numbers stands for the score step * n.
 struct QueryTables {
   float step;
-  float base;
 };
 /// The tables of a sub-vector.
 struct alignas(64) SubTables {
@@ -34,30 +34,34 @@ std::size_t prepared_bytes(const PartShape& shape, int n_queries) {
          as_size(n_queries * n_subs(kSubDim, shape.head_dim)) * sizeof(SubTables);
 }
 
-/// The centroids as numbers by channel, with what bounds their products.
+/// The centroids by pairs of channels, 16 bits each, with what bounds their products.
 template <int kSubDim>
 struct Planes {
-  alignas(64) float numbers[kSubDim][256];
+  alignas(64) std::int32_t pairs[kSubDim / 2][256];
   float largest[kSubDim];  ///< Of each channel.
   float length;            ///< Of the longest.
 
   explicit Planes(const codec::Codebook& book) {
-    __m512 squares[16];
-    for (__m512& sum : squares) sum = _mm512_setzero_ps();
-    for (int j = 0; j < kSubDim; ++j) {
-      __m512 most = _mm512_setzero_ps();
+    __m512i squares[16];
+    for (__m512i& sum : squares) sum = _mm512_setzero_si512();
+    __m512i most[kSubDim];
+    for (__m512i& x : most) x = _mm512_setzero_si512();
+    for (int j = 0; j < kSubDim; j += 2) {
       for (int i = 0; i < 16; ++i) {
-        const auto* const at =
-            reinterpret_cast<const __m128i*>(book.planes.data() + 256 * j + 16 * i);
-        const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
-        _mm512_store_ps(numbers[j] + 16 * i, x);
-        most = _mm512_max_ps(most, _mm512_abs_ps(x));
-        squares[i] = _mm512_fmadd_ps(x, x, squares[i]);
+        const __m512i even = numbers(book, j, i);
+        const __m512i odd = numbers(book, j + 1, i);
+        const __m512i both = _mm512_mask_blend_epi16(0xAAAAAAAA, even, _mm512_slli_epi32(odd, 16));
+        _mm512_store_si512(pairs[j / 2] + 16 * i, both);
+        squares[i] = _mm512_dpwssd_epi32(squares[i], both, both);
+        most[j] = _mm512_max_epi32(most[j], _mm512_abs_epi32(even));
+        most[j + 1] = _mm512_max_epi32(most[j + 1], _mm512_abs_epi32(odd));
       }
-      largest[j] = _mm512_reduce_max_ps(most);
     }
-    for (int i = 1; i < 16; ++i) squares[0] = _mm512_max_ps(squares[0], squares[i]);
-    length = std::sqrt(_mm512_reduce_max_ps(squares[0]));
+    for (int j = 0; j < kSubDim; ++j) {
+      largest[j] = static_cast<float>(_mm512_reduce_max_epi32(most[j]));
+    }
+    for (int i = 1; i < 16; ++i) squares[0] = _mm512_max_epi32(squares[0], squares[i]);
+    length = std::sqrt(static_cast<float>(_mm512_reduce_max_epi32(squares[0])));
   }
   /// No product with a centroid is larger.
   float bound(const float* query) const {
@@ -69,25 +73,57 @@ struct Planes {
     }
     return std::min(sum, std::sqrt(squares) * length);
   }
+
+ private:
+  static __m512i numbers(const codec::Codebook& book, int channel, int sixteen) {
+    const auto* const at =
+        reinterpret_cast<const __m128i*>(book.planes.data() + 256 * channel + 16 * sixteen);
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(at));
+  }
 };
 
+/// Steps of a channel's factor to one of the tables' numbers.
+constexpr float kFraction = 256.0F;
+
+/// The 16-bit numbers nearest to factor * row.
+void store_numbers(const float* row, int n, float factor, std::int16_t* to) {
+  for (int d = 0; d < n; d += 16) {
+    const __mmask16 mask = first_lanes(n - d);
+    const __m512 numbers =
+        _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, row + d), _mm512_set1_ps(factor));
+    _mm512_mask_cvtepi32_storeu_epi16(to + d, mask, _mm512_cvtps_epi32(numbers));
+  }
+}
+
+__m512i pair_at(const std::int16_t* numbers) {
+  std::int32_t pair = 0;
+  std::memcpy(&pair, numbers, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+
+/// Fills a query's tables.
 template <int kSubDim>
-void fill(const Planes<kSubDim>& planes, const float* query, float bound, float inverse,
-          SubTables& tables) {
-  const __m512 offset = _mm512_set1_ps(bound * inverse);
-  __m512 factors[kSubDim];
-  for (int j = 0; j < kSubDim; ++j) factors[j] = _mm512_set1_ps(query[j] * inverse);
+void fill(const Planes<kSubDim>& planes, const std::int16_t* factors, int subs, SubTables* tables) {
+  constexpr int kPairs = kSubDim / 2;
+  const __m512i half = _mm512_set1_epi32(static_cast<int>(kFraction) / 2);
   for (int i = 0; i < 256; i += 64) {
-    __m512i numbers[4];
+    __m512i pairs[4][kPairs];
     for (int k = 0; k < 4; ++k) {
-      __m512 product = offset;
-      for (int j = 0; j < kSubDim; ++j) {
-        product =
-            _mm512_fmadd_ps(factors[j], _mm512_load_ps(planes.numbers[j] + i + 16 * k), product);
+      for (int p = 0; p < kPairs; ++p) {
+        pairs[k][p] = _mm512_load_si512(planes.pairs[p] + i + 16 * k);
       }
-      numbers[k] = _mm512_max_epi32(_mm512_cvtps_epi32(product), _mm512_setzero_si512());
     }
-    store_bytes(numbers, tables.low + i, tables.high + i);
+    for (int sub = 0; sub < subs; ++sub) {
+      __m512i numbers[4];
+      for (int k = 0; k < 4; ++k) {
+        numbers[k] = half;
+        for (int p = 0; p < kPairs; ++p) {
+          const __m512i factor = pair_at(factors + kSubDim * sub + 2 * p);
+          numbers[k] = _mm512_dpwssd_epi32(numbers[k], pairs[k][p], factor);
+        }
+      }
+      store_bytes<1>(numbers, tables[sub].low + i, tables[sub].high + i);
+    }
   }
 }
 
@@ -97,41 +133,59 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
   const int subs = n_subs(kSubDim, shape.head_dim);
   auto* header = reinterpret_cast<QueryTables*>(prepared);
   auto* tables = reinterpret_cast<SubTables*>(prepared + header_bytes(n_queries));
-  for (int q = 0; q < n_queries; ++q, ++header, queries += shape.head_dim) {
-    float bounds[codec::kMaxHeadDim / kSubDim];
-    float total = 0.0F;
-    float most = 1e-30F;
+  for (int q = 0; q < n_queries; ++q, ++header, tables += subs, queries += shape.head_dim) {
+    // Sums of a group's numbers have 16 bits, and so have factors. NaN stays.
+    float most = std::max(kFraction * largest_of(queries, shape.head_dim), 1e-30F);
     for (int first = 0; first < subs; first += kGroupSubs) {
       float group = 0.0F;
       for (int sub = first; sub < std::min(subs, first + kGroupSubs); ++sub) {
-        bounds[sub] = planes.bound(queries + sub * kSubDim);
-        group += bounds[sub];
+        group += planes.bound(queries + sub * kSubDim);
       }
-      total += group;
       most = std::max(most, group);
     }
-    // Rounding may add a half for each sub-vector, and to the bound itself.
-    const float inverse = (65535.0F - 4 * kGroupSubs) / (2.0F * most);
+    // Less what rounding may add, of factors and of numbers.
+    constexpr float kLargestSum = 32767.0F - 4 * kGroupSubs;
+    const float inverse = kLargestSum / most;
     header->step = shape.codebook->scale / inverse;
-    header->base = shape.codebook->scale * total;
-    for (int sub = 0; sub < subs; ++sub) {
-      fill(planes, queries + sub * kSubDim, bounds[sub], inverse, *tables++);
-    }
+    std::int16_t factors[codec::kMaxHeadDim];
+    store_numbers(queries, shape.head_dim, kFraction * inverse, factors);
+    fill(planes, factors, subs, tables);
   }
 }
 
-/// 32-bit sums of 16-bit numbers. A lane takes two: both, the second times 2^16, modulo 2^32, and
-/// the second alone.
+/// Sums of 16-bit numbers: of each lane's first, and of its second.
 struct PairSums {
-  __m512i both = _mm512_setzero_si512();
+  __m512i first = _mm512_setzero_si512();
   __m512i second = _mm512_setzero_si512();
 
   void add(__m512i numbers) {
-    both = _mm512_add_epi32(both, numbers);
-    second = _mm512_add_epi32(second, _mm512_srli_epi32(numbers, 16));
+    first = _mm512_dpwssd_epi32(first, numbers, _mm512_set1_epi32(1));
+    second = _mm512_dpwssd_epi32(second, numbers, _mm512_set1_epi32(1 << 16));
   }
-  __m512i first() const { return _mm512_sub_epi32(both, _mm512_slli_epi32(second, 16)); }
+  /// Times `step`, in order: the eights of lanes 0 and 1 of 128 bits, or of 2 and 3.
+  __m512 eights(int half, float step) const {
+    const __m512i order =
+        _mm512_add_epi32(_mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                         _mm512_set1_epi32(8 * half));
+    const __m512i numbers = _mm512_permutex2var_epi32(first, order, second);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(step));
+  }
 };
+
+/// Writes n of 64 columns' scores; up to 15 more may be written.
+[[gnu::always_inline]] inline void store_scores(const PairSums& low_eights,
+                                                const PairSums& high_eights, float step, int n,
+                                                float* scores) {
+  for (int half = 0; half < 2 && 32 * half < n; ++half, scores += 32) {
+    const __m512 low = low_eights.eights(half, step);
+    const __m512 high = high_eights.eights(half, step);
+    _mm256_storeu_ps(scores, _mm512_castps512_ps256(low));
+    _mm256_storeu_ps(scores + 8, _mm512_castps512_ps256(high));
+    if (n - 32 * half <= 16) break;
+    _mm256_storeu_ps(scores + 16, _mm512_extractf32x8_ps(low, 1));
+    _mm256_storeu_ps(scores + 24, _mm512_extractf32x8_ps(high, 1));
+  }
+}
 
 /// Scores of kBlocks times 64 columns, of which n count.
 template <int kBlocks>
@@ -165,17 +219,9 @@ void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
       high_sums[b].add(high_eights[b]);
     }
   }
-  for (int b = 0; b < kBlocks; ++b, n -= kColumns, scores += kColumns) {
-    const __m512i first[2] = {low_sums[b].first(), high_sums[b].first()};
-    const __m512i second[2] = {low_sums[b].second, high_sums[b].second};
-    __m512 sums[4];
-    for (int k = 0; k < 4; ++k) {
-      const __m512i numbers = k % 2 == 0 ? _mm512_unpacklo_epi32(first[k / 2], second[k / 2])
-                                         : _mm512_unpackhi_epi32(first[k / 2], second[k / 2]);
-      sums[k] = _mm512_fmsub_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(query.step),
-                                _mm512_set1_ps(query.base));
-    }
-    store_in_order(sums, n, scores);
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b) {
+    store_scores(low_sums[b], high_sums[b], query.step, n - b * kColumns, scores + b * kColumns);
   }
 }
 

@@ -87,9 +87,9 @@ class ChunkCodes {
     stride_ = as_size(shape.block_size);
     std::size_t n = 0;
     for (const Piece& piece : chunk.all()) {
-      for (int t = 0; t < piece.n_tokens; t += kHalf) {
-        halves_[n++] = piece.part + piece.first_token + t;
-      }
+      const std::byte* half = piece.part + piece.first_token;
+      halves_[n++] = half;
+      for (int left = piece.n_tokens - kHalf; left > 0; left -= kHalf) halves_[n++] = half += kHalf;
     }
     halves_[n] = halves_[n - 1];
   }
@@ -157,13 +157,14 @@ class ByteTable {
   __m512i quarters_[4];
 };
 
-/// Low and high bytes of 64 numbers of 16 bits.
+/// Low and high bytes of 64 numbers of 16 bits, the byte kFirst of each lane and the next.
+template <int kFirst = 0>
 inline void store_bytes(const __m512i (&numbers)[4], void* low, void* high) {
   alignas(64) static constexpr auto kBytes = [] {
     std::array<std::uint8_t, 64> from{};
     for (std::size_t i = 0; i < 32; ++i) {
-      from[i] = static_cast<std::uint8_t>(4 * i);
-      from[32 + i] = static_cast<std::uint8_t>(4 * i + 1);
+      from[i] = static_cast<std::uint8_t>(4 * i + kFirst);
+      from[32 + i] = static_cast<std::uint8_t>(4 * i + kFirst + 1);
     }
     return from;
   }();
@@ -195,16 +196,24 @@ struct WeightDigits {
     constexpr float kMostSteps = 65530.0F;
     step = largest / kMostSteps;
     const __m512 inverse = _mm512_set1_ps(largest > 1e-30F ? kMostSteps / largest : 0.0F);
-    for (int i = 0; i < n; i += 64) {
-      __m512i numbers[4];
-      for (int k = 0; k < 4; ++k) {
-        const int token = i + 16 * k;
-        const __mmask16 mask = token < n ? first_lanes(n - token) : __mmask16{0};
-        const __m512 weight = _mm512_maskz_loadu_ps(mask, weights + token);
-        numbers[k] = _mm512_cvtps_epi32(_mm512_fmadd_ps(weight, inverse, kDither.at(token)));
-      }
-      store_bytes(numbers, low + i, high + i);
+    const auto all = [](int) { return __mmask16{0xFFFF}; };
+    const auto some = [n](int column) { return first_lanes(std::max(0, n - column)); };
+    int i = 0;
+    for (; i + 64 <= n; i += 64) set_columns(weights, i, inverse, all);
+    if (i < n) set_columns(weights, i, inverse, some);
+  }
+
+ private:
+  /// Digits of 64 columns, of which those in the masks count.
+  template <typename MaskAt>
+  void set_columns(const float* weights, int first, __m512 inverse, const MaskAt& mask_at) {
+    __m512i numbers[4];
+    for (int k = 0; k < 4; ++k) {
+      const int column = first + 16 * k;
+      const __m512 weight = _mm512_maskz_loadu_ps(mask_at(column), weights + column);
+      numbers[k] = _mm512_cvtps_epi32(_mm512_fmadd_ps(weight, inverse, kDither.at(column)));
     }
+    store_bytes(numbers, low + first, high + first);
   }
 };
 
@@ -223,6 +232,17 @@ inline void store_in_order(const __m512 (&sums)[4], int n, float* scores) {
   const __m512 in_order[4] = {_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD),
                               _mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD)};
   for (int k = 0; k < 4 && 16 * k < n; ++k) _mm512_storeu_ps(scores + 16 * k, in_order[k]);
+}
+
+/// The largest magnitude; NaN if there is one.
+inline float largest_of(const float* row, int n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int d = 0; d < n; d += 16) {
+    const __m512 x = _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(n - d), row + d));
+    // Bits of numbers >= 0 are in their order, with NaN above infinity.
+    most = _mm512_max_epi32(most, _mm512_castps_si512(x));
+  }
+  return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(most))));
 }
 
 /// Queries as digits; a query's number n stands for scale * n.

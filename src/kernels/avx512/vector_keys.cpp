@@ -138,22 +138,24 @@ std::size_t digit_query_bytes(const PartShape& /*shape*/, int n_queries) {
 
 void prepare_digit_queries(const PartShape& shape, const float* queries, int n_queries,
                            std::byte* prepared) {
-  const std::size_t dim = as_size(shape.head_dim);
+  const int dim = shape.head_dim;
   auto* to = reinterpret_cast<DigitQuery*>(prepared);
   for (int q = 0; q < n_queries; ++q, ++to, queries += dim) {
-    float largest = 0.0F;
-    for (std::size_t d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(queries[d]));
+    const float largest = largest_of(queries, dim);
     to->scale = largest / kLargest;
-    to->sum = 0;
-    const float inverse = largest > 1e-30F ? kLargest / largest : 0.0F;
-    auto* const low = reinterpret_cast<std::int8_t*>(to->low);
-    auto* const high = reinterpret_cast<std::int8_t*>(to->high);
-    for (std::size_t d = 0; d < dim; ++d) {
-      const auto number = static_cast<std::int32_t>(std::lrint(queries[d] * inverse));
-      low[d] = static_cast<std::int8_t>(number);
-      high[d] = static_cast<std::int8_t>((number - low[d]) / 256);
-      to->sum += number;
+    const __m512 inverse = _mm512_set1_ps(largest > 1e-30F ? kLargest / largest : 0.0F);
+    __m512i sum = _mm512_setzero_si512();
+    for (int d = 0; d < dim; d += 16) {
+      const __mmask16 mask = first_lanes(dim - d);
+      const __m512 query = _mm512_maskz_loadu_ps(mask, queries + d);
+      const __m512i numbers = _mm512_cvtps_epi32(_mm512_mul_ps(query, inverse));
+      // The high digit is rounded, since the low one is signed.
+      const __m512i highs = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
+      _mm_store_si128(reinterpret_cast<__m128i*>(to->low + d / 4), _mm512_cvtepi32_epi8(numbers));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to->high + d / 4), _mm512_cvtepi32_epi8(highs));
+      sum = _mm512_add_epi32(sum, numbers);
     }
+    to->sum = _mm512_reduce_add_epi32(sum);
   }
 }
 

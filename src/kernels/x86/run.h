@@ -54,15 +54,10 @@ class Ahead {
 
   /// To be called when as many bytes of the run itself are read.
   void fetch(std::size_t n_bytes) {
-    for (due_ += pace_ * n_bytes; due_ >= kLine && part_ < run_.n_ahead; due_ -= kLine) {
-      const std::byte* const part = run_.ahead[part_];
-      _mm_prefetch(reinterpret_cast<const char*>(part + offset_), _MM_HINT_T1);
-      // From the second line on, where lines begin: a part may begin within one.
-      offset_ += 64 - reinterpret_cast<std::uintptr_t>(part + offset_) % 64;
-      if (offset_ >= run_.ahead_bytes) {
-        offset_ = 0;
-        ++part_;
-      }
+    for (due_ += pace_ * n_bytes; due_ >= kLine; due_ -= kLine) {
+      if (next_ >= end_ && !next_part()) return;
+      _mm_prefetch(reinterpret_cast<const char*>(next_), _MM_HINT_T1);
+      next_ += 64;
     }
   }
 
@@ -70,12 +65,23 @@ class Ahead {
   static constexpr std::size_t kOne = 256;
   static constexpr std::size_t kLine = 64 * kOne;
 
+  /// False if there is none.
+  bool next_part() {
+    if (part_ == run_.n_ahead) return false;
+    const std::byte* const part = run_.ahead[part_++];
+    next_ = part - reinterpret_cast<std::uintptr_t>(part) % 64;  // It may begin within a line.
+    end_ = part + run_.ahead_bytes;
+    return true;
+  }
+
   const PartRun& run_;
   /// Bytes to fetch, in 256ths, and those for each byte read.
   std::size_t due_ = kLine - 1;
   std::size_t pace_ = kOne;
+  /// The part after those begun, and what is left of the last begun.
   std::size_t part_ = 0;
-  std::size_t offset_ = 0;
+  const std::byte* next_ = nullptr;
+  const std::byte* end_ = nullptr;
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 // Attention at each level against a dense reference in double over the decoded rows.
 
+#include <limits>
+
 #include "unit/attention/testing.h"
 
 namespace kvpool::attention {
@@ -106,6 +108,26 @@ TEST_P(ByFormat, WindowsSoftCapsAndManyQueries) {
     SCOPED_TRACE(n_queries);
     expect_right(problem, level(), tolerance_of(format()));
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(ByFormat, AQueryThatIsNotFiniteSpoilsItsHeadAlone) {
+  Problem problem{.sizes = {6, 2, 64, 64}};
+  problem.add_sequence().append(300, 32, format(), format(), 18);
+  std::vector<float> queries = testing::random_queries(problem);
+  const std::vector<float> wanted = testing::attend(problem, level(), queries);
+  for (const float value :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    std::vector<float> spoilt = queries;
+    spoilt[64 + 5] = value;
+    const std::vector<float> got = testing::attend(problem, level(), spoilt);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (i / 64 == 1) {
+        ASSERT_TRUE(std::isnan(got[i])) << value << " channel " << i % 64;
+      } else {
+        ASSERT_EQ(got[i], wanted[i]) << value << " head " << i / 64 << " channel " << i % 64;
+      }
+    }
   }
 }
 

@@ -180,8 +180,17 @@ inline std::vector<double> reference_row(const Problem& problem, std::size_t s, 
   return result;
 }
 
-/// Runs the problem at a level, with queries and output not contiguous, and compares.
-inline void expect_right(const Problem& problem, const std::string& level, double tolerance) {
+/// Of each sequence, query and head, as a projection leaves them.
+inline std::vector<float> random_queries(const Problem& problem) {
+  const auto n_batch = static_cast<int>(problem.sequences.size());
+  return random_rows(n_batch * problem.n_queries * problem.sizes.n_heads, problem.sizes.head_dim,
+                     99);
+}
+
+/// Attention of the problem at a level, with queries and output not contiguous. `queries` become
+/// what they are in the problem's dtype.
+inline std::vector<float> attend(const Problem& problem, const std::string& level,
+                                 std::vector<float>& queries) {
   const auto n_batch = problem.sequences.size();
   const auto n_heads = static_cast<std::size_t>(problem.sizes.n_heads);
   const auto n_queries = static_cast<std::size_t>(problem.n_queries);
@@ -189,13 +198,9 @@ inline void expect_right(const Problem& problem, const std::string& level, doubl
   const auto value_dim = static_cast<std::size_t>(problem.sizes.value_dim);
   const std::size_t element = problem.dtype == attention::DType::kFp32 ? 4 : 2;
 
-  // (batch, query, head, dim), as a projection leaves them.
-  const auto queries =
-      random_rows(static_cast<int>(n_batch * n_queries * n_heads), problem.sizes.head_dim, 99);
   std::vector<std::byte> stored(queries.size() * element);
   attention::store_elements(problem.dtype, queries.data(), queries.size(), stored.data(), 0);
-  std::vector<float> rounded(queries.size());
-  attention::load_elements(problem.dtype, stored.data(), 0, rounded.size(), rounded.data());
+  attention::load_elements(problem.dtype, stored.data(), 0, queries.size(), queries.data());
   std::vector<std::byte> out(n_batch * n_queries * n_heads * value_dim * element, std::byte{0xFF});
 
   std::vector<attention::SequenceRef> refs;
@@ -225,13 +230,26 @@ inline void expect_right(const Problem& problem, const std::string& level, doubl
   arguments.mask = problem.mask;
   arguments.sinks = problem.sinks.empty() ? nullptr : problem.sinks.data();
   arguments.soft_cap = problem.soft_cap;
-  ASSERT_NO_THROW(attention::validate(arguments));
+  attention::validate(arguments);
   static attention::ThreadPool two(2);
   static attention::ThreadPool one(1);
   attention::attend(arguments, problem.n_threads == 1 ? one : two, kernels::table_named(level));
 
   std::vector<float> got(n_batch * n_queries * n_heads * value_dim);
   attention::load_elements(problem.dtype, out.data(), 0, got.size(), got.data());
+  return got;
+}
+
+/// Compares the problem at a level with the reference.
+inline void expect_right(const Problem& problem, const std::string& level, double tolerance) {
+  const auto n_batch = problem.sequences.size();
+  const auto n_heads = static_cast<std::size_t>(problem.sizes.n_heads);
+  const auto n_queries = static_cast<std::size_t>(problem.n_queries);
+  const auto dim = static_cast<std::size_t>(problem.sizes.head_dim);
+  const auto value_dim = static_cast<std::size_t>(problem.sizes.value_dim);
+  std::vector<float> queries = random_queries(problem);
+  std::vector<float> got;
+  ASSERT_NO_THROW(got = attend(problem, level, queries));
   // The output is rounded once.
   const double relative = problem.dtype == attention::DType::kFp32   ? 0.0
                           : problem.dtype == attention::DType::kFp16 ? 0x1p-11
@@ -241,7 +259,7 @@ inline void expect_right(const Problem& problem, const std::string& level, doubl
       for (std::size_t h = 0; h < n_heads; ++h) {
         const std::size_t row = (s * n_queries + i) * n_heads + h;
         const auto expected = reference_row(problem, s, static_cast<int>(h), static_cast<int>(i),
-                                            rounded.data() + row * dim);
+                                            queries.data() + row * dim);
         for (std::size_t d = 0; d < value_dim; ++d) {
           ASSERT_NEAR(got[row * value_dim + d], expected[d],
                       tolerance + relative * std::fabs(expected[d]))
