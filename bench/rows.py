@@ -17,15 +17,16 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 @dataclass(frozen=True)
 class Row:
-    """``ours`` and ``theirs`` take a round's results; ``met`` the medians over the rounds, ours first."""
+    """``ours`` and ``theirs`` take a round's results; ``met`` the medians over the rounds, ours first, where there is
+    a target."""
 
     what: str
     ours: Callable[[Any], float]
     theirs: Callable[[Any], float]
     unit: str
     against: str
-    target: str
-    met: Callable[[float, float], bool]
+    target: str = ""
+    met: Callable[[float, float], bool] | None = None
 
 
 def print_rows(title: str, rows: list[Row], rounds: list[Any]) -> bool:
@@ -37,11 +38,11 @@ def print_rows(title: str, rows: list[Row], rounds: list[Any]) -> bool:
     for row in rows:
         ours = [row.ours(r) for r in rounds]
         theirs = [row.theirs(r) for r in rounds]
-        met = row.met(median(ours), median(theirs))
+        met = row.met is None or row.met(median(ours), median(theirs))
         all_met &= met
         table.add_row(
             row.what, f"{median(ours):.3g} {row.unit}", row.against, f"{median(theirs):.3g} {row.unit}",
-            f"{median(a / b for a, b in zip(ours, theirs)):.3g}", row.target, "yes" if met else "NO",
+            f"{median(a / b for a, b in zip(ours, theirs)):.3g}", row.target, ("yes" if met else "NO") if row.target else "",
         )  # fmt: skip
     console.print(table)
     return all_met
