@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What bounds the kernels, by Nsight Compute's counters, of the programs in build/cuda:
 #   bench/gpu/profile.sh [FORMAT...]      at 196608 tokens; bf16, int4, kivi2, vecinfer2 if none is named
-# Then the kernels of a decode step through MLX at 1024 tokens, each alone.
+# Then, each alone, MLX's own attention there, and the kernels of a decode step through MLX at 1024.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 nvidia=$(python3 -c 'import importlib.util as u; s = u.find_spec("nvidia"); print(s.submodule_search_locations[0] if s else "")')
@@ -47,11 +47,20 @@ for format in "${@:-bf16 int4 kivi2 vecinfer2}"; do
   done
 done
 
-echo "== kernels of a step through MLX at 1 x 1024: times launched, mean us"
+# CACHE TOKENS NCU_OPTION...: what runs in each layer: times launched, mean us.
+layers() {
+  local cache=$1 tokens=$2
+  shift 2
+  count --cache-control none --metrics gpu__time_duration.sum "$@" \
+    build/cuda/bench/gpu/paged_bench "$cache" "1x$tokens" 4 | rows | awk -F'\t' '{
+      for (i = 2; i <= NF; ++i) { split($i, f, "="); if (f[1] == "gpu__time_duration.sum") ns = f[2] }
+      name = substr($1, 1, 60); n[name]++; sum[name] += ns
+    } END { for (name in n) if (n[name] >= 96) printf "%6d %8.1f  %s\n", n[name], sum[name] / n[name] / 1e3, name }'
+}
+echo "== MLX's own attention at 1 x $tokens"
+layers stock $tokens -k regex:'sdpa|lean_reduction'
+echo "== kernels of a step through MLX at 1 x 1024"
 for cache in stock raw int4 vecinfer2; do
   echo "$cache"
-  count --cache-control none --metrics gpu__time_duration.sum \
-    build/cuda/bench/gpu/paged_bench $cache 1x1024 4 | rows | awk -F'\t' '{
-      split($2, f, "="); name = substr($1, 1, 70); n[name]++; sum[name] += f[2] / 1e3
-    } END { for (name in n) if (n[name] >= 128) printf "%6d %8.1f  %s\n", n[name], sum[name] / n[name], name }'
+  layers $cache 1024
 done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The rows of docs/gpu.md, on a machine with an H200, CUDA 13 and, for comparison, PyTorch:
 #   bench/gpu/run.sh [PART...]                all parts if none is named; plot.py draws what it prints
-# Parts, each of a few minutes at most:
+# Parts, each of five minutes at most:
 #   kernels   decode attention alone, and PyTorch's; then append and attend through MLX, its own and ours
 #   one       Llama-3.1-8B's shape, decode of one request at four lengths, each cache three times
 #   many      of 8 and 32 requests, likewise
