@@ -1,7 +1,7 @@
 // What a decode step's attention costs through MLX: append one token a request, then attend, for as
 // many layers as a model has; the usual cache beside ours. Keys and values are random. Each step is
 // built while the last one runs, as in decoding.
-//   paged_bench [FORMATS [SHAPES [STEPS]]]   stock,raw,int4,kivi2   1x8192,1x65536,32x8192   24 (3 or more)
+//   paged_bench [FORMATS [SHAPES [STEPS]]]     stock,raw,int4,kivi2   1x8192,1x65536,32x8192   24
 #include <mlx/mlx.h>
 
 #include <algorithm>
@@ -98,7 +98,7 @@ std::vector<std::string> split(const std::string& text) {
 int main(int argc, char** argv) {
   const auto formats = split(argc > 1 ? argv[1] : "stock,raw,int4,kivi2");
   const auto shapes = split(argc > 2 ? argv[2] : "1x8192,1x65536,32x8192");
-  const int n_steps = argc > 3 ? std::stoi(argv[3]) : 24;
+  const int n_steps = argc > 3 ? std::max(3, std::stoi(argv[3])) : 24;
   for (const std::string& shape : shapes) {
     const auto x = shape.find('x');
     for (const std::string& format : formats) {
