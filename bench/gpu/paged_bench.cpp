@@ -1,6 +1,7 @@
 // What a decode step's attention costs through MLX: append one token a request, then attend, for as
-// many layers as a model has; the usual cache beside ours, in turns. Keys and values are random.
-//   paged_bench [FORMATS] [SHAPES]     stock,raw,int4,kivi2   1x8192,1x65536,32x8192
+// many layers as a model has; the usual cache beside ours. Keys and values are random. Each step is
+// built while the last one runs, as in decoding.
+//   paged_bench [FORMATS [SHAPES [STEPS]]]     stock,raw,int4,kivi2   1x8192,1x65536,32x8192   24
 #include <mlx/mlx.h>
 
 #include <algorithm>
@@ -17,8 +18,8 @@ namespace mx = mlx::core;
 namespace {
 
 constexpr int kLayers = 32, kHeads = 32, kKvHeads = 8, kDim = 128;
-constexpr int kSteps = 24;
 constexpr int kChunk = 4096;
+constexpr float kScale = 0.088F;
 
 double now_us() {
   return std::chrono::duration<double, std::micro>(
@@ -36,7 +37,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void time_one(const std::string& format, int batch, int length) {
+void time_one(const std::string& format, int batch, int length, int n_steps) {
   mx::clear_cache();
   mx::reset_peak_memory();
   const std::size_t before = mx::get_active_memory();
@@ -49,22 +50,34 @@ void time_one(const std::string& format, int batch, int length) {
       mx::eval(cache->state());
     }
   }
-  std::vector<double> built, done;
-  for (int step = 0; step < kSteps; ++step) {
-    const mx::array k = rows(batch, kKvHeads, 1), v = rows(batch, kKvHeads, 1);
-    mx::array q = rows(batch, kHeads, 1);
-    mx::eval(k, v, q);
-    mx::synchronize();
-    const double start = now_us();
-    for (auto& cache : caches) {
-      cache->append(k, v);
-      q = cache->attend(q + mx::array(0.0F, mx::bfloat16), 0.088F);
-    }
-    const double ready = now_us();
-    mx::eval(q);
-    built.push_back((ready - start) / kLayers);
-    done.push_back((now_us() - start) / kLayers);
+  struct Token {
+    mx::array q, k, v;
+  };
+  std::vector<Token> tokens;
+  for (int step = 0; step < n_steps; ++step) {
+    tokens.push_back({rows(batch, kHeads, 1), rows(batch, kKvHeads, 1), rows(batch, kKvHeads, 1)});
+    mx::eval(tokens.back().q, tokens.back().k, tokens.back().v);
   }
+  std::vector<double> built, done;
+  std::vector<mx::array> results;
+  double last = now_us();
+  for (const Token& token : tokens) {
+    const double start = now_us();
+    mx::array q = token.q;
+    for (auto& cache : caches) {
+      cache->append(token.k, token.v);
+      q = cache->attend(q, kScale);
+    }
+    built.push_back((now_us() - start) / kLayers);
+    mx::async_eval(q);
+    results.push_back(q);
+    if (results.size() == 1) continue;
+    mx::eval(results[results.size() - 2]);
+    const double now = now_us();
+    if (results.size() > 2) done.push_back((now - last) / kLayers);
+    last = now;
+  }
+  mx::eval(results.back());
   const double bytes = 4.0 * batch * static_cast<double>(length) * kKvHeads * kDim;
   std::printf(
       "%-11s %3d x %6d  %8.1f us a layer (%.1f building)  bf16 bytes at %.2f TB/s  held %.0f MB\n",
@@ -84,11 +97,12 @@ std::vector<std::string> split(const std::string& text) {
 
 int main(int argc, char** argv) {
   const auto formats = split(argc > 1 ? argv[1] : "stock,raw,int4,kivi2");
-  const auto shapes = split(argc > 2 ? argv[2] : "1x8192,1x65536,8x8192");
+  const auto shapes = split(argc > 2 ? argv[2] : "1x8192,1x65536,32x8192");
+  const int n_steps = argc > 3 ? std::max(3, std::stoi(argv[3])) : 24;
   for (const std::string& shape : shapes) {
     const auto x = shape.find('x');
     for (const std::string& format : formats) {
-      time_one(format, std::stoi(shape.substr(0, x)), std::stoi(shape.substr(x + 1)));
+      time_one(format, std::stoi(shape.substr(0, x)), std::stoi(shape.substr(x + 1)), n_steps);
     }
   }
 }

@@ -31,6 +31,8 @@ def read(lines: list[str]) -> tuple[Times, Times]:
     for line in lines:
         if found := SHAPE.match(line):
             shape = (int(found[1]), int(found[2]))
+        elif line.startswith("== "):
+            shape = (0, 0)
         elif found := ATTENDED.match(line):
             if found[2] == "1":
                 attended[found[1]].setdefault(int(found[3]), float(found[4]))
