@@ -1,6 +1,6 @@
 """Decode speed of kvpool's paged caches beside mlx_lm's own, on the default model.
 
-    python bench/decode.py [--contexts 512,1024,2048,4096,8192] [--rounds 5] [--plot decode.svg] [--json decode.json]
+    python bench/decode.py [--contexts 512,1024,2048,4096,8192] [--rounds 11] [--plot decode.svg] [--json decode.json]
 
 Caches are filled with random keys and values. All then decode in turn, in one process, through
 mlx_lm's own loop; a figure is the median round, a ratio the median of the rounds' ratios, the least
@@ -59,8 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=numbers, default=CONTEXTS)
     parser.add_argument("--formats", type=lambda text: text.split(","), default=FORMATS)
     parser.add_argument("--block-sizes", type=numbers, default=BLOCK_SIZES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=8, help="of each round")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tokens", type=int, default=4, help="of each round")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--plot", help="an SVG file to write")
     parser.add_argument("--json", help="a file for every round's seconds a token")
