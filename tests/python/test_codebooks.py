@@ -253,6 +253,17 @@ def test_calibration_repeats_to_the_byte(saved, model, windows, tmp_path):
     assert load_codebooks(again).identity == load_codebooks(saved).identity
 
 
+def test_gradients_of_long_pieces_do_not_keep_the_scores_of_all_layers():
+    layers, heads, tokens = 8, 4, 2048
+    model = random_model(num_hidden_layers=layers, num_attention_heads=heads)
+    piece = np.random.default_rng(2).integers(3, 250, tokens).tolist()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    observe(model, [piece])
+    assert mx.get_peak_memory() - before < layers * heads * tokens**2 * 4
+
+
 def test_positions_that_pieces_are_spread_over_are_coded_well(tmp_path):
     """Slow channels of RoPE turn keys' common part to where pieces of 128 tokens that begin at 0 never saw it."""
     model = random_model()

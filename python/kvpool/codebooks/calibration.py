@@ -16,6 +16,8 @@ from ..mlx_lm import install
 
 # Every so many windows are read once more, for gradients: what layers count needs fewer tokens than codebooks.
 _WINDOWS_PER_GRADIENT = 4
+# Of a window, at most: gradients keep the scores of all layers, whose memory grows by the square of the tokens.
+_TOKENS_PER_GRADIENT = 1024
 
 
 class _Recorder(KVCache):
@@ -99,8 +101,9 @@ def observe(
                 calibrator.observe(layer, *arrays)
             if number % _WINDOWS_PER_GRADIENT == 0:
                 key = mx.random.key((options.get("seed", 0) + number) % 2**64)
-                shapes = [arrays[0].shape for arrays in asked]
-                for layer, gradient in enumerate(_gradients(model, layers, window, offset, shapes, key)):
+                read = window[:_TOKENS_PER_GRADIENT]
+                shapes = [(*queries.shape[:2], len(read), queries.shape[3]) for queries, *_ in asked]
+                for layer, gradient in enumerate(_gradients(model, layers, read, offset, shapes, key)):
                     calibrator.observe_gradients(layer, gradient)
             on_window()
     return calibrator
