@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Packs what bench/gpu/run.sh needs on a CUDA 13 machine that reaches no package registry and has no
-# MLX: sources and MLX's CUDA wheels.
-#   bench/gpu/pack.sh DEST        then copy DEST there and run DEST/run.sh
+# Builds for CUDA and packs, for a machine with a GPU and CUDA 13 that need have neither compiler nor MLX:
+#   bench/gpu/pack.sh [ARCHIVE]     kvpool-gpu.tar.xz if none is named; then, there,
+#   tar -xJf kvpool-gpu.tar.xz && bench/gpu/run.sh
 set -euo pipefail
+archive=$(realpath "${1:-kvpool-gpu.tar.xz}")
 cd "$(dirname "$0")/../.."
 
-dest=${1:?usage: pack.sh DEST}
-scripts/unpack_mlx_cuda.sh
-mkdir -p "$dest"
-tar -cJf "$dest/kvpool.tar.xz" CMakeLists.txt CMakePresets.json cmake include src examples bench
-tar -C build -cJf "$dest/mlx-cuda.tar.xz" mlx-cuda
-cp bench/gpu/run.sh "$dest/"
+make cuda
+programs=(unit/cuda_test unit/paged_test)
+programs=("${programs[@]/#/build/cuda/tests/}" build/cuda/examples/llama_decode build/cuda/bench/gpu/{decode,paged}_bench)
+cmake --build --preset cuda --target "${programs[@]##*/}"
+# MLX compiles some of its kernels where they run, with the headers in cccl.
+mlx=build/mlx-cuda
+echo "==> packing $archive"
+XZ_OPT=-T0 tar -cJf "$archive" bench/gpu "${programs[@]}" $mlx/mlx/lib/libmlx.so $mlx/mlx/include/cccl $mlx/mlx_cuda_13.libs

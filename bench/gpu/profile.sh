@@ -4,8 +4,7 @@
 # Then, each alone, MLX's own attention there, and the kernels of a decode step through MLX at 1024.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-nvidia=$(python3 -c 'import importlib.util as u; s = u.find_spec("nvidia"); print(s.submodule_search_locations[0] if s else "")')
-export LD_LIBRARY_PATH=$(printf '%s:' "$nvidia"/*/lib)/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}
+source bench/gpu/libraries.sh
 tokens=196608 heads=8
 
 # ncu's table as lines: the kernel's name, then NAME=VALUE of each metric, between tabs.

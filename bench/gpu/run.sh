@@ -1,32 +1,18 @@
 #!/usr/bin/env bash
 # The rows of docs/gpu.md, on a machine with an H200, CUDA 13 and, for comparison, PyTorch:
-#   bench/gpu/run.sh [PART...]                all parts if none is named; plot.py draws what it prints
+#   bench/gpu/run.sh [PART...]                the first five parts if none is named; plot.py draws what they print
 # Parts, each of five minutes at most:
 #   kernels   decode attention alone, and PyTorch's; then append and attend through MLX, its own and ours
 #   one       Llama-3.1-8B's shape, decode of one request at four lengths, each cache three times
 #   many      of 8 and 32 requests, likewise
 #   long      of 8 requests of 192k tokens, and of as many as fit; what does not fit says so
 #   prompt    a prompt, and steps that seal
-# In a folder that pack.sh filled it unpacks and builds first; in a checkout it takes build/cuda.
+#   tests     the tests of the CUDA kernels, and the CPU's of paged caches on the GPU
+#   sanitize  each kind of kernel under memcheck, racecheck and synccheck
+# It takes what is in build/cuda, in a checkout or where an archive of pack.sh's was unpacked.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
-
-if [ -e "$here/kvpool.tar.xz" ]; then
-  root=$here/kvpool
-  if [ ! -e "$root/build/cuda/examples/llama_decode" ]; then
-    mkdir -p "$root/build"
-    tar -C "$root" -xJf "$here/kvpool.tar.xz"
-    tar -C "$root/build" -xJf "$here/mlx-cuda.tar.xz"
-    cmake -S "$root" -B "$root/build/cuda" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKVPOOL_CUDA=ON \
-      -DMLX_DIR="$root/build/mlx-cuda/mlx/share/cmake/MLX" -DKVPOOL_BUILD_EXAMPLES=ON
-    cmake --build "$root/build/cuda" --target llama_decode paged_bench decode_bench
-  fi
-else
-  root=$(cd "$here/../.." && pwd)
-fi
-cd "$root"
-nvidia=$(python3 -c 'import importlib.util as u; s = u.find_spec("nvidia"); print(s.submodule_search_locations[0] if s else "")')
-export LD_LIBRARY_PATH=$(printf '%s:' "$nvidia"/*/lib)/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}
+cd "$(dirname "$0")/../.."
+source bench/gpu/libraries.sh
 built=build/cuda
 caches=stock,raw,int8,int4,kivi2,vecinfer4,vecinfer2
 
@@ -79,8 +65,38 @@ prompt() {
   done
 }
 
-parts=(kernels one many long prompt)
-for part in "${@:-${parts[@]}}"; do
+tests() {
+  echo "== tests"
+  shards 5 $built/tests/unit/cuda_test
+  MLX_ENABLE_TF32=0 shards 3 $built/tests/unit/paged_test
+}
+shards() {  # COUNT PROGRAM: its cases in so many processes; what failed, and how many passed.
+  local logs shard failed=0 pids=()
+  logs=$(mktemp -d)
+  for ((shard = 0; shard < $1; ++shard)); do
+    GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$shard "$2" >"$logs/$shard" 2>&1 &
+    pids+=($!)
+  done
+  for shard in "${pids[@]}"; do wait "$shard" || failed=1; done
+  grep -hE "Failure|FAILED|SKIPPED" -A2 "$logs"/* || true
+  awk -v name="${2##*/}" '/PASSED/ { n += $4 } END { print name ": " n + 0 " passed" }' "$logs"/*
+  return $failed
+}
+sanitize() {
+  local one='D128_128_block_32' seen
+  local cases="*ForksAndTrims*$one*:*AnImage*$one*:*CudaTables*Move*-*codes_of*:*float32*"
+  for tool in memcheck racecheck synccheck; do
+    echo "== $tool"
+    compute-sanitizer --tool $tool $built/bench/gpu/decode_bench small | tail -1
+    seen=$cases
+    [ $tool = racecheck ] || seen="*$one*:*CudaTables*-*ATable*:*WhoeverIs*:*float32*"
+    compute-sanitizer --tool $tool $built/tests/unit/cuda_test --gtest_filter="$seen" | grep -E "FAILED|PASSED|SUMMARY"
+  done
+}
+
+figures=(kernels one many long prompt)
+parts=("${figures[@]}" tests sanitize)
+for part in "${@:-${figures[@]}}"; do
   [[ " ${parts[*]} " == *" $part "* ]] || { echo "run.sh: no part $part; there are ${parts[*]}" >&2; exit 2; }
 done
-for part in "${@:-${parts[@]}}"; do $part; done
+for part in "${@:-${figures[@]}}"; do $part; done
