@@ -1,8 +1,10 @@
 #include "attention/attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "attention/elements.h"
@@ -77,8 +79,8 @@ void plan(const Arguments& arguments, int n_threads, std::vector<Item>& items) {
       for (int head = 0; head < arguments.n_kv_heads; ++head) {
         for (std::size_t i = 0; i < n_splits; ++i) {
           items.push_back({s, head, query, n_queries, range.first + n_blocks * i / n_splits,
-                           range.first + n_blocks * (i + 1) / n_splits,
-                           static_cast<int>(n_splits - i), nullptr});
+                           range.first + n_blocks * (i + 1) / n_splits, items.size() - i, n_splits,
+                           nullptr});
         }
       }
     }
@@ -94,6 +96,15 @@ void place_partials(const Arguments& arguments, std::vector<Item>& items, Scratc
   for (Item& item : items) {
     item.partial = partial;
     partial += static_cast<std::size_t>(n_rows(arguments, item)) * partial_row_size(arguments);
+  }
+}
+
+/// Threads begin with the first items and take about as long for each.
+void foresee(std::vector<Item>& items, int n_threads) {
+  const auto distance = static_cast<std::size_t>(n_threads);
+  for (std::size_t i = distance; i < items.size(); ++i) {
+    items[i - distance].next = &items[i];
+    items[i].is_fetched = true;
   }
 }
 
@@ -131,25 +142,35 @@ void finish_row(const Arguments& arguments, std::span<const Item> splits, int ro
                      query * strides.query);
 }
 
+/// Merges the splits of an item's queries and writes their output.
+void finish(const Arguments& arguments, std::span<const Item> items, const Item& item) {
+  const auto splits = items.subspan(item.first_split, item.n_splits);
+  for (int row = 0; row < n_rows(arguments, item); ++row) finish_row(arguments, splits, row);
+}
+
 }  // namespace
 
 void attend(const Arguments& arguments, ThreadPool& pool, const kernels::KernelTable& kernels) {
   if (arguments.n_queries == 0 || arguments.sequences.empty()) return;
   thread_local std::vector<Item> items;
   thread_local Scratch partials;
+  thread_local Scratch counts;
   items.clear();
   plan(arguments, pool.n_threads(), items);
   place_partials(arguments, items, partials);
+  foresee(items, pool.n_threads());
 
   const std::span<const Item> shares(items);
-  pool.for_each(shares.size(), [&](std::size_t i) { attend_item(arguments, kernels, shares[i]); });
-  for (std::size_t i = 0; i < shares.size();) {
-    const auto splits = shares.subspan(i, static_cast<std::size_t>(shares[i].n_splits));
-    for (int row = 0; row < n_rows(arguments, shares[i]); ++row) {
-      finish_row(arguments, splits, row);
+  // By first split. Whoever ends the last of the splits merges them.
+  auto* const n_done = counts.get<std::atomic<std::size_t>>(shares.size());
+  for (std::size_t i = 0; i < shares.size(); ++i) new (n_done + i) std::atomic<std::size_t>(0);
+  pool.for_each(shares.size(), [&](std::size_t i) {
+    const Item& item = shares[i];
+    attend_item(arguments, kernels, item);
+    if (n_done[item.first_split].fetch_add(1, std::memory_order_acq_rel) + 1 == item.n_splits) {
+      finish(arguments, shares, item);
     }
-    i += splits.size();
-  }
+  });
 }
 
 }  // namespace kvpool::attention

@@ -26,8 +26,9 @@ constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr int kRunTokens = 1024;
 constexpr int kDecodedTokens = 512;
 constexpr std::size_t kRunBlocks = 64;
-/// Those of a first run, whose keys nothing has fetched; each run after it may have twice as many
-/// as the one before, which fetches its keys.
+/// Those of a first run, if the item before has fetched its keys, and if nothing has; each run
+/// after it may have twice as many as the one before, which fetches its keys.
+constexpr int kFetchedTokens = 512;
 constexpr int kFirstRunTokens = 128;
 /// With more rows it pays to decode a run once, as fp32, for all of them.
 constexpr int kDirectRows = 16;
@@ -84,24 +85,6 @@ bool alike(const BlockRef& a, const BlockRef& b) {
          a.block_size == b.block_size;
 }
 
-/// The blocks at the front that make a run of at most so many tokens, and its tokens.
-std::pair<std::size_t, int> run_length(std::span<const BlockRef> blocks, int most_tokens) {
-  const std::size_t most = std::min(blocks.size(), kRunBlocks);
-  int n_tokens = blocks[0].n_tokens;
-  std::size_t n = 1;
-  while (n < most && n_tokens + blocks[n].n_tokens <= most_tokens && alike(blocks[n], blocks[0])) {
-    n_tokens += blocks[n++].n_tokens;
-  }
-  return {n, n_tokens};
-}
-
-/// Of a run of these blocks, if the kernels take so many.
-int most_tokens(std::span<const BlockRef> blocks, int run_tokens) {
-  int most = run_tokens;
-  for (const BlockRef& block : blocks) most = std::max(most, block.n_tokens);
-  return most;
-}
-
 /// Works through an item's runs with the state of online softmax (Milakov and Gimelshein 2018).
 class Walk {
  public:
@@ -110,16 +93,11 @@ class Walk {
       : arguments_(arguments),
         kernels_(kernels),
         item_(item),
-        blocks_(arguments.sequences[item.sequence].blocks.subspan(
-            item.first_block, item.last_block - item.first_block)),
         buffers_(buffers),
         n_rows_(n_rows(arguments, item)),
         dim_(static_cast<std::size_t>(arguments.head_dim)),
         value_dim_(static_cast<std::size_t>(arguments.value_dim)),
         run_tokens_(n_rows_ <= kDirectRows ? kRunTokens : kDecodedTokens),
-        stride_(static_cast<std::size_t>(most_tokens(blocks_, run_tokens_) + kernels::kColumnSlack +
-                                         15) /
-                16 * 16),
         space_queries_(buffers.space_queries),
         space_sums_(buffers.space_sums) {
     space_queries_.clear();
@@ -127,24 +105,38 @@ class Walk {
   }
 
   void attend() {
-    const auto rows = static_cast<std::size_t>(n_rows_);
     load_queries();
-    scores_ = buffers_.scores.get<float>(rows * stride_ + kernels::kColumnSlack);
     for (int row = 0; row < n_rows_; ++row) {
       *partial(row).largest = kNoScore;
       *partial(row).sum = 0.0F;
     }
     std::array<Run, 2> runs;
-    const int first_tokens = n_rows_ <= kDirectRows ? kFirstRunTokens : run_tokens_;
-    std::span<const BlockRef> left = take_run(blocks_, first_tokens, runs[0]);
-    for (std::size_t i = 0; !runs[i].blocks.empty(); i = 1 - i) {
-      left = take_run(left, std::min(2 * runs[i].n_tokens, run_tokens_), runs[1 - i]);
-      attend_run(runs[i], runs[1 - i]);
+    std::span<const BlockRef> left = take_run(item_, blocks_of(item_), first_tokens(), runs[0]);
+    bool ends = runs[0].blocks.empty();
+    for (std::size_t i = 0; !ends; i = 1 - i) {
+      Run& next = runs[1 - i];
+      ends = left.empty();
+      if (ends) {
+        take_first_of_next_item(next);
+      } else {
+        left = take_run(item_, left, std::min(2 * runs[i].n_tokens, run_tokens_), next);
+      }
+      attend_run(runs[i], next);
     }
     store_sums();
   }
 
  private:
+  std::span<const BlockRef> blocks_of(const Item& item) const {
+    return arguments_.sequences[item.sequence].blocks.subspan(item.first_block,
+                                                              item.last_block - item.first_block);
+  }
+
+  int first_tokens() const {
+    if (n_rows_ > kDirectRows) return run_tokens_;
+    return item_.is_fetched ? kFetchedTokens : kFirstRunTokens;
+  }
+
   PartialRow partial(int row) const { return partial_row(arguments_, item_, row); }
 
   QueryRow query_row(int row) const {
@@ -194,31 +186,49 @@ class Walk {
     return added;
   }
 
-  /// Fills `run` from the front of `blocks`; an empty one if there are none.
+  /// Fills `run` from the front of an item's `blocks`, to so many tokens at most; an empty one if
+  /// there are none.
   /// @return the blocks after it.
-  std::span<const BlockRef> take_run(std::span<const BlockRef> blocks, int most_tokens,
-                                     Run& run) const {
+  std::span<const BlockRef> take_run(const Item& item, std::span<const BlockRef> blocks,
+                                     int most_tokens, Run& run) const {
     run.blocks = {};
     if (blocks.empty()) return blocks;
-    const auto [n, n_tokens] = run_length(blocks, most_tokens);
+    const BlockRef& first = blocks[0];
+    run.key_bytes = part_bytes(first, Role::kKeys);
+    run.value_bytes = part_bytes(first, Role::kValues);
+    run.key_space = codec::Space(first.key_format, item.kv_head);
+    run.value_space = codec::Space(first.value_format, item.kv_head);
+    const std::size_t key_offset = static_cast<std::size_t>(item.kv_head) * run.key_bytes;
+    const std::size_t value_offset = static_cast<std::size_t>(item.kv_head) * run.value_bytes;
+    const std::size_t most = std::min(blocks.size(), kRunBlocks);
+    int n_tokens = 0;
+    std::size_t n = 0;
+    do {
+      const BlockRef& block = blocks[n];
+      run.keys[n] = block.keys + key_offset;
+      run.values[n] = block.values + value_offset;
+      run.part_tokens[n] = block.n_tokens;
+      n_tokens += block.n_tokens;
+      ++n;
+    } while (n < most && n_tokens + blocks[n].n_tokens <= most_tokens && alike(blocks[n], first));
     run.blocks = blocks.first(n);
     run.n_tokens = n_tokens;
-    run.key_bytes = part_bytes(blocks[0], Role::kKeys);
-    run.value_bytes = part_bytes(blocks[0], Role::kValues);
-    run.key_space = codec::Space(blocks[0].key_format, item_.kv_head);
-    run.value_space = codec::Space(blocks[0].value_format, item_.kv_head);
-    const auto head = static_cast<std::size_t>(item_.kv_head);
-    for (std::size_t i = 0; i < n; ++i) {
-      run.keys[i] = blocks[i].keys + head * run.key_bytes;
-      run.values[i] = blocks[i].values + head * run.value_bytes;
-      run.part_tokens[i] = blocks[i].n_tokens;
-    }
     return blocks.subspan(n);
+  }
+
+  void take_first_of_next_item(Run& run) const {
+    run.blocks = {};
+    if (item_.next != nullptr) {
+      take_run(*item_.next, blocks_of(*item_.next), kFetchedTokens, run);
+    }
   }
 
   void attend_run(const Run& run, const Run& next) {
     const BlockRef& first = run.blocks[0];
     const std::size_t n = run.blocks.size();
+    stride_ = (static_cast<std::size_t>(run.n_tokens) + kernels::kColumnSlack + 15) / 16 * 16;
+    scores_ = buffers_.scores.get<float>(static_cast<std::size_t>(n_rows_) * stride_ +
+                                         kernels::kColumnSlack);
     if (n_rows_ <= kDirectRows) {
       score(kernels::layout_of(first.key_format, Role::kKeys), shape_of(first, Role::kKeys),
             run.key_space,
@@ -378,18 +388,18 @@ class Walk {
   const Arguments& arguments_;
   const kernels::KernelTable& kernels_;
   const Item& item_;
-  std::span<const BlockRef> blocks_;
   Buffers& buffers_;
   int n_rows_;
   std::size_t dim_;
   std::size_t value_dim_;
   int run_tokens_;
-  std::size_t stride_;
   std::vector<SpaceQueries>& space_queries_;
   std::vector<SpaceSums>& space_sums_;
 
   float* queries_ = nullptr;
+  /// Of the present run: the rows' scores, and then weights, `stride_` apart.
   float* scores_ = nullptr;
+  std::size_t stride_ = 0;
   std::byte* prepared_ = nullptr;
   std::optional<Prepared> prepared_for_;
 };

@@ -16,10 +16,14 @@ struct Item {
   int n_queries;
   std::size_t first_block;
   std::size_t last_block;
-  /// This one and the n_splits - 1 items after it have the same queries.
-  int n_splits;
+  /// The first item with these queries; the n_splits - 1 after it have the same.
+  std::size_t first_split;
+  std::size_t n_splits;
   /// Where attend_item() puts its result: n_rows() rows of partial_row_size() floats.
   float* partial;
+  /// What the same thread is likely to take next, or null: its first keys are fetched meanwhile.
+  const Item* next = nullptr;
+  bool is_fetched = false;
 };
 
 /// One row's result over a part of the keys: `largest` score, sum of exp(score - largest), and the

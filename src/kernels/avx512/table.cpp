@@ -30,13 +30,12 @@ __m512 exp2(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-160.0F), x);
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(x, n);
-  // Minimax on [-1/2, 1/2].
-  __m512 p = _mm512_set1_ps(1.535336188319500e-4F);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.339887440266574e-3F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.618437357674640e-3F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550332471162809e-2F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402264791363012e-1F));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931472028550421e-1F));
+  // Minimax on [-1/2, 1/2], but for the last.
+  __m512 p = _mm512_set1_ps(1.327646779931226e-3F);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.675541248286255e-3F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550713286647641e-2F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402211972657263e-1F));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931469670586844e-1F));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0F));
   return _mm512_scalef_ps(p, n);
 }

@@ -14,18 +14,15 @@ namespace {
 /// Sub-vectors whose numbers add up to 16 bits; beyond them sums have 32.
 constexpr int kGroupSubs = 4;
 
-/// The sum n of all numbers stands for the score step * n.
-struct QueryTables {
-  float step;
-};
 /// The tables of a sub-vector.
 struct alignas(64) SubTables {
   std::int8_t low[256];
   std::int8_t high[256];
 };
 
+/// Of a float each query: the sum n of all numbers stands for the score step * n.
 std::size_t header_bytes(int n_queries) {
-  return ceil_div(as_size(n_queries) * sizeof(QueryTables), 64) * 64;
+  return ceil_div(as_size(n_queries) * sizeof(float), 64) * 64;
 }
 
 template <int kSubDim>
@@ -131,9 +128,9 @@ template <int kSubDim>
 void prepare(const PartShape& shape, const float* queries, int n_queries, std::byte* prepared) {
   const Planes<kSubDim> planes(*shape.codebook);
   const int subs = n_subs(kSubDim, shape.head_dim);
-  auto* header = reinterpret_cast<QueryTables*>(prepared);
+  auto* step = reinterpret_cast<float*>(prepared);
   auto* tables = reinterpret_cast<SubTables*>(prepared + header_bytes(n_queries));
-  for (int q = 0; q < n_queries; ++q, ++header, tables += subs, queries += shape.head_dim) {
+  for (int q = 0; q < n_queries; ++q, ++step, tables += subs, queries += shape.head_dim) {
     // Sums of a group's numbers have 16 bits, and so have factors. NaN stays.
     float most = std::max(kFraction * largest_of(queries, shape.head_dim), 1e-30F);
     for (int first = 0; first < subs; first += kGroupSubs) {
@@ -146,7 +143,7 @@ void prepare(const PartShape& shape, const float* queries, int n_queries, std::b
     // Less what rounding may add, of factors and of numbers.
     constexpr float kLargestSum = 32767.0F - 4 * kGroupSubs;
     const float inverse = kLargestSum / most;
-    header->step = shape.codebook->scale / inverse;
+    *step = shape.codebook->scale / inverse;
     std::int16_t factors[codec::kMaxHeadDim];
     store_numbers(queries, shape.head_dim, kFraction * inverse, factors);
     fill(planes, factors, subs, tables);
@@ -190,7 +187,7 @@ struct PairSums {
 /// Scores of kBlocks times 64 columns, of which n count.
 template <int kBlocks>
 void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
-                  const SubTables* tables, const QueryTables& query, float* scores, Ahead& ahead,
+                  const SubTables* tables, float step, float* scores, Ahead& ahead,
                   std::size_t ahead_bytes) {
   // Columns 0 to 7, 16 to 23, ... are the low eights.
   PairSums low_sums[kBlocks];
@@ -221,32 +218,30 @@ void score_blocks(const ChunkCodes& codes, int subs, int first_column, int n,
   }
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
-    store_scores(low_sums[b], high_sums[b], query.step, n - b * kColumns, scores + b * kColumns);
+    store_scores(low_sums[b], high_sums[b], step, n - b * kColumns, scores + b * kColumns);
   }
 }
 
 template <int kSubDim>
 void scores(const PartShape& shape, const PartRun& run, const std::byte* prepared, int n_queries,
             float* out, std::size_t stride) {
-  const auto* const header = reinterpret_cast<const QueryTables*>(prepared);
+  const auto* const steps = reinterpret_cast<const float*>(prepared);
   const int subs = n_subs(kSubDim, shape.head_dim);
   // For each sub-vector of 64 columns that a query looks up.
   const auto ahead_bytes = as_size(kColumns / n_queries);
   ChunkCodes codes;
   Ahead ahead(run, 16 * as_size(subs));
-  for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
-    codes.gather<kSubDim>(shape, chunk);
-    const int n = chunk.n_columns;
+  for_code_chunks<kSubDim>(shape, run, codes, [&](int n) {
     const auto* tables = reinterpret_cast<const SubTables*>(prepared + header_bytes(n_queries));
     for (int q = 0; q < n_queries; ++q, tables += subs) {
       float* const to = out + as_size(q) * stride;
       int column = 0;
       for (; column + kColumns < n; column += 2 * kColumns) {
-        score_blocks<2>(codes, subs, column, n - column, tables, header[q], to + column, ahead,
+        score_blocks<2>(codes, subs, column, n - column, tables, steps[q], to + column, ahead,
                         ahead_bytes);
       }
       if (column < n) {
-        score_blocks<1>(codes, subs, column, n - column, tables, header[q], to + column, ahead,
+        score_blocks<1>(codes, subs, column, n - column, tables, steps[q], to + column, ahead,
                         ahead_bytes);
       }
     }

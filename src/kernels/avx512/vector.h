@@ -49,54 +49,34 @@ inline void for_chunks(const PartRun& run, const Take& take) {
   if (chunk.n_columns > 0) take(chunk);
 }
 
-/// 8-bit codes of a chunk by sub-vector and column: where they lie, if blocks make whole halves of
-/// vectors, else copied together. Up to a multiple of kColumns there are codes, if of no token.
+/// 8-bit codes by sub-vector and column: of a run where they lie, or of a chunk copied together. Up
+/// to a multiple of kColumns there are codes, if of no token.
 class ChunkCodes {
  public:
-  template <int kSubDim>
-  void gather(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
-    if (makes_halves(shape, chunk)) {
-      point_at(shape, chunk);
-    } else {
-      copy(n_subs(kSubDim, shape.head_dim), shape, chunk);
-    }
-  }
-
-  /// The codes of 64 columns.
-  __m512i at(int sub, int column) const {
-    const std::byte* const* const halves = halves_.data() + column / kHalf;
-    const std::size_t row = as_size(sub) * stride_;
-    const auto* const first = reinterpret_cast<const __m256i*>(halves[0] + row);
-    const auto* const second = reinterpret_cast<const __m256i*>(halves[1] + row);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(first)),
-                              _mm256_loadu_si256(second), 1);
-  }
-
- private:
-  static constexpr int kHalf = kColumns / 2;
-  static constexpr int kStride = kChunkColumns + kColumns;
-
-  static bool makes_halves(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
-    if (shape.block_size % kHalf != 0) return false;
-    return std::ranges::all_of(chunk.all(), [](const Piece& piece) {
-      return piece.first_token % kHalf == 0 && piece.column % kHalf == 0;
-    });
-  }
-
-  void point_at(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+  /// Points at a run's codes, if it is no longer than a chunk and its parts make whole halves of
+  /// vectors.
+  /// @return its columns; 0 if it is not so.
+  int point_at(const PartShape& shape, const PartRun& run) {
+    if (shape.block_size % kHalf != 0) return 0;
     stride_ = as_size(shape.block_size);
-    std::size_t n = 0;
-    for (const Piece& piece : chunk.all()) {
-      const std::byte* half = piece.part + piece.first_token;
-      halves_[n++] = half;
-      for (int left = piece.n_tokens - kHalf; left > 0; left -= kHalf) halves_[n++] = half += kHalf;
+    int n_columns = 0;
+    const std::byte** to = halves_.data();
+    for (std::size_t p = 0; p < run.n_parts; ++p) {
+      const int n_tokens = run.n_tokens[p];
+      if (n_columns % kHalf != 0 || n_tokens > kChunkColumns - n_columns) return 0;
+      const std::byte* half = run.parts[p];
+      for (int t = 0; t < n_tokens; t += kHalf, half += kHalf) *to++ = half;
+      n_columns += n_tokens;
     }
-    halves_[n] = halves_[n - 1];
+    if (n_columns > 0) *to = to[-1];
+    return n_columns;
   }
 
-  void copy(int subs, const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+  template <int kSubDim>
+  void copy(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
     stride_ = kStride;
     for (std::size_t i = 0; i < halves_.size(); ++i) halves_[i] = codes_ + i * kHalf;
+    const int subs = n_subs(kSubDim, shape.head_dim);
     const auto block_size = as_size(shape.block_size);
     for (const Piece& piece : chunk.all()) {
       const std::byte* from = piece.part + piece.first_token;
@@ -115,6 +95,21 @@ class ChunkCodes {
       _mm512_storeu_si512(codes_ + sub * kStride + chunk.n_columns, _mm512_setzero_si512());
     }
   }
+
+  /// The codes of 64 columns.
+  __m512i at(int sub, int column) const {
+    const std::byte* const* const halves = halves_.data() + column / kHalf;
+    const std::size_t row = as_size(sub) * stride_;
+    const auto* const first = reinterpret_cast<const __m256i*>(halves[0] + row);
+    const auto* const second = reinterpret_cast<const __m256i*>(halves[1] + row);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(first)),
+                              _mm256_loadu_si256(second), 1);
+  }
+
+ private:
+  static constexpr int kHalf = kColumns / 2;
+  static constexpr int kStride = kChunkColumns + kColumns;
+
   static void copy_16(const std::byte* from, std::byte* to) {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
@@ -133,6 +128,17 @@ class ChunkCodes {
   std::array<const std::byte*, kStride / kHalf> halves_;
   alignas(64) std::byte codes_[codec::kMaxHeadDim / 2 * kStride];
 };
+
+/// Calls take(number of columns) with the codes of a run, a chunk at a time.
+template <int kSubDim, typename Take>
+inline void for_code_chunks(const PartShape& shape, const PartRun& run, ChunkCodes& codes,
+                            const Take& take) {
+  if (const int n_columns = codes.point_at(shape, run); n_columns > 0) return take(n_columns);
+  for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
+    codes.copy<kSubDim>(shape, chunk);
+    take(chunk.n_columns);
+  });
+}
 
 /// A table of 256 bytes in registers.
 class ByteTable {

@@ -1,5 +1,3 @@
-#include <cmath>
-
 #include "kernels/avx2/avx2.h"
 #include "kernels/avx512/vector.h"
 
@@ -107,11 +105,10 @@ void scores(const PartShape& shape, const PartRun& run, const std::byte* prepare
   ChunkCodes codes;
   alignas(64) Quad quads[kMostQuads];
   Ahead ahead(run, 16 * as_size(n_subs(kSubDim, shape.head_dim)));
-  for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
-    codes.gather<kSubDim>(shape, chunk);
-    for (int column = 0; column < chunk.n_columns; column += kColumns, out += kColumns) {
+  for_code_chunks<kSubDim>(shape, run, codes, [&](int n_in_chunk) {
+    for (int column = 0; column < n_in_chunk; column += kColumns, out += kColumns) {
       decode_columns<kSubDim>(*shape.codebook, codes, column, n_quads, quads);
-      const int n_columns = std::min(chunk.n_columns - column, kColumns);
+      const int n_columns = std::min(n_in_chunk - column, kColumns);
       for_query_chunks(n_queries, [&](int first, auto n) {
         score_columns<n()>(quads, n_quads, queries + first, shape.codebook->scale, n_columns,
                            out + as_size(first) * stride, stride, ahead);

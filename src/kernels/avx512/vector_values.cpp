@@ -101,16 +101,15 @@ void accumulate(const PartShape& shape, const PartRun& run, const float* weights
   ChunkCodes codes;
   WeightDigits digits[kMostQueries];
   Ahead ahead(run, 16 * as_size(n_subs(kSubDim, shape.head_dim)));
-  for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
-    codes.gather<kSubDim>(shape, chunk);
+  for_code_chunks<kSubDim>(shape, run, codes, [&](int n_columns) {
     for_query_chunks(n_queries, [&](int first, auto n) {
       for (int q = 0; q < n(); ++q) {
-        digits[q].set(weights + as_size(first + q) * stride, chunk.n_columns);
+        digits[q].set(weights + as_size(first + q) * stride, n_columns);
       }
-      accumulate_chunk<kSubDim, n()>(shape, codes, chunk.n_columns, digits,
+      accumulate_chunk<kSubDim, n()>(shape, codes, n_columns, digits,
                                      out + as_size(first) * as_size(shape.head_dim), ahead);
     });
-    weights += chunk.n_columns;
+    weights += n_columns;
   });
 }
 
