@@ -68,6 +68,7 @@ bench: build  ## The tables of docs/performance.md, beside the Python peer and m
 	-$(BIN)/python bench/attention.py
 	-build/release/bench/attention_bench all
 	-$(BIN)/python bench/decode.py
+	-$(BIN)/python bench/decode.py --dtype float16 --contexts 512,8192 --block-sizes 16 --rounds 5
 
 llama: build  ## CPU attention beside llama.cpp's, which is compiled first.
 	test -d build/llama || $(BIN)/python -m pip install --no-deps --target build/llama llama-cpp-python==0.3.36 diskcache

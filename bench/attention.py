@@ -3,18 +3,21 @@
     python bench/attention.py [--tokens 8192] [--rounds 7]
 
 SmolLM2-135M's shape: 30 layers of caches with memory of their own, 9 query and 3 KV heads of 64, one query a step,
-random contents. What is compared takes turns in one process. Times are of MLX's evaluation from outside.
+random contents. What is compared takes turns. Times are of MLX's evaluation from outside. MLX's own SDPA is timed with
+the BLAS that its wheel brings along, in a process of its own, and with OpenBLAS, which kvpool's programs load.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from kvpool.cli.blas import use_openblas
@@ -26,6 +29,8 @@ BLOCKS_HELD = (16, BLOCK)
 MIB = 2**20
 SCALE = HEAD_DIM**-0.5
 TYPES = ("float32", "bfloat16")
+#: What MLX's SDPA has for BLAS.
+INSTALLED, OPENBLAS = "MLX as installed", "OpenBLAS"
 WINDOW, SINK = 128, 16
 #: Bits of an element's code.
 VECTOR = {"vecinfer4": 4, "vecinfer3": 3, "vecinfer2": 2, "vecinfer1.5": 1.5, "vecinfer1": 1}
@@ -44,10 +49,13 @@ def main() -> int:
     from rich.progress import track
 
     steps, held = build(arguments.tokens)
+    installed = InstalledSdpa(arguments.tokens)
     for step in steps.values():
         step()
     rounds = [
-        {name: timed(step) for name, step in steps.items()} | held
+        {name: timed(step) for name, step in steps.items()}
+        | {f"sdpa {dtype}, {INSTALLED}": installed.milliseconds(dtype) for dtype in TYPES}
+        | held
         for _ in track(range(arguments.rounds), description="measuring", transient=True)
     ]
     title = f"{LAYERS} layers of {HEADS} heads, {KV_HEADS} KV heads of {HEAD_DIM}, {arguments.tokens} tokens"
@@ -70,7 +78,7 @@ def build(n_tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, float
         steps[f"{key} attend"] = attend(caches, dtype)
         steps[f"{key} append"] = append(caches, dtype)
     for dtype in TYPES:
-        steps[f"sdpa {dtype}"] = sdpa(n_tokens, dtype)
+        steps[f"sdpa {dtype}, {OPENBLAS}"] = sdpa(n_tokens, dtype)
     steps["decode step"] = decode_step()
     return steps, held
 
@@ -164,6 +172,23 @@ def sdpa(n_tokens: int, dtype: str) -> Callable[[], None]:
     )
 
 
+class InstalledSdpa:
+    """bench/installed_sdpa.py at work."""
+
+    def __init__(self, n_tokens: int) -> None:
+        program = Path(__file__).with_name("installed_sdpa.py")
+        self._process = subprocess.Popen(
+            [sys.executable, program, str(n_tokens)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for dtype in TYPES:  # The first time is longer.
+            self.milliseconds(dtype)
+
+    def milliseconds(self, dtype: str) -> float:
+        assert self._process.stdin and self._process.stdout
+        print(dtype, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+
 def timed(step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
@@ -213,9 +238,10 @@ def rows(n_tokens: int) -> list[Any]:
         return f"≥ {factor} × as fast", lambda ours, theirs: theirs >= factor * ours
 
     out = [
-        Row(f"attend, raw, {dtype}", lambda r, d=dtype: r[f"raw {d} attend"], lambda r, d=dtype: r[f"sdpa {d}"],
-            "ms", "mx.fast SDPA", *times_faster(factor))
+        Row(f"attend, raw, {dtype}", lambda r, d=dtype: r[f"raw {d} attend"],
+            lambda r, d=dtype, b=blas: r[f"sdpa {d}, {b}"], "ms", f"mx.fast SDPA, {blas}", *target)
         for dtype, factor in zip(TYPES, (8, 20))
+        for blas, target in ((INSTALLED, times_faster(factor)), (OPENBLAS, ()))
     ]  # fmt: skip
     for name in PACKED:  # Their target is of the kernels alone: attention_bench.
         out.append(
