@@ -58,7 +58,7 @@ void time_one(const std::string& format, int batch, int length, int n_steps) {
     tokens.push_back({rows(batch, kHeads, 1), rows(batch, kKvHeads, 1), rows(batch, kKvHeads, 1)});
     mx::eval(tokens.back().q, tokens.back().k, tokens.back().v);
   }
-  std::vector<double> built, done;
+  std::vector<double> built, sent, done;
   std::vector<mx::array> results;
   double last = now_us();
   for (const Token& token : tokens) {
@@ -68,8 +68,10 @@ void time_one(const std::string& format, int batch, int length, int n_steps) {
       cache->append(token.k, token.v);
       q = cache->attend(q, kScale);
     }
-    built.push_back((now_us() - start) / kLayers);
+    const double built_at = now_us();
+    built.push_back((built_at - start) / kLayers);
     mx::async_eval(q);
+    sent.push_back((now_us() - built_at) / kLayers);
     results.push_back(q);
     if (results.size() == 1) continue;
     mx::eval(results[results.size() - 2]);
@@ -80,9 +82,10 @@ void time_one(const std::string& format, int batch, int length, int n_steps) {
   mx::eval(results.back());
   const double bytes = 4.0 * batch * static_cast<double>(length) * kKvHeads * kDim;
   std::printf(
-      "%-11s %3d x %6d  %8.1f us a layer (%.1f building)  bf16 bytes at %.2f TB/s  held %.0f MB\n",
-      format.c_str(), batch, length, median(done), median(built), bytes / median(done) * 1e-6,
-      static_cast<double>(mx::get_active_memory() - before) * 1e-6);
+      "%-11s %3d x %6d  %8.1f us a layer (%.1f building, %.1f sending)  bf16 bytes at %.2f TB/s  "
+      "held %.0f MB\n",
+      format.c_str(), batch, length, median(done), median(built), median(sent),
+      bytes / median(done) * 1e-6, static_cast<double>(mx::get_active_memory() - before) * 1e-6);
   std::fflush(stdout);
 }
 

@@ -172,6 +172,12 @@ struct PrepareParams {
   float* to_bias;
   PartFormat sealed_keys;
   float scale;
+
+  // Filled by prepare_tables().
+  std::int32_t group, head_rows;      ///< Query heads and rows of queries to a KV head.
+  std::int32_t columns, slices_log2;  ///< Channels to a lane, and blocks to the same queries.
+  std::int32_t query_blocks;          ///< To a KV head.
+  std::int32_t threads_a_copy;        ///< Of a block's new rows of a head, keys or values.
 };
 template <class Sizes>
 Launch<PrepareParams<Sizes>> prepare_tables(const PrepareParams<Sizes>& params);

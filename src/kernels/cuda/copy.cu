@@ -16,7 +16,7 @@ template <int kTasks>
 __global__ void copy_kernel(const __grid_constant__ FirstTasks<kTasks> p) {
   const CopyTask& task = p.tasks[blockIdx.x];
   for (std::uint32_t head = blockIdx.y; head < task.n_heads; head += gridDim.y) {
-    copy_head(task, head);
+    copy_head(task, head, threadIdx.x, kThreads);
   }
 }
 

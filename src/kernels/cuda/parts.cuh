@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/layout.cuh"
@@ -162,6 +164,32 @@ __device__ inline float load_element(const void* rows, Element type, std::size_t
   if (type == Element::kFp16) return __half2float(static_cast<const __half*>(rows)[at]);
   return __bfloat162float(static_cast<const __nv_bfloat16*>(rows)[at]);
 }
+/// kElements, `stride` apart.
+template <int kElements>
+__device__ void load_elements(const void* rows, Element type, std::int64_t at, std::int64_t stride,
+                              float (&x)[kElements]) {
+  if (type == Element::kFp32) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) x[k] = static_cast<const float*>(rows)[at + k * stride];
+    return;
+  }
+  using Word = std::conditional_t<kElements == 4, uint2, std::uint32_t>;
+  static_assert(sizeof(Word) == 2 * kElements);
+  std::uint16_t bits[kElements];
+  const std::uint16_t* const from = static_cast<const std::uint16_t*>(rows) + at;
+  if (stride == 1 && reinterpret_cast<std::uintptr_t>(from) % sizeof(Word) == 0) {
+    const Word word = *reinterpret_cast<const Word*>(from);
+    std::memcpy(bits, &word, sizeof word);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) bits[k] = from[k * stride];
+  }
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    x[k] = type == Element::kFp16 ? __half2float(__ushort_as_half(bits[k]))
+                                  : __bfloat162float(__ushort_as_bfloat16(bits[k]));
+  }
+}
 __device__ inline void store_element(void* rows, Element type, std::size_t at, float x) {
   if (type == Element::kFp32) {
     static_cast<float*>(rows)[at] = x;
@@ -171,6 +199,23 @@ __device__ inline void store_element(void* rows, Element type, std::size_t at, f
     static_cast<__nv_bfloat16*>(rows)[at] = __float2bfloat16_rn(x);
   }
 }
+
+/// 1, 2 or 4 neighbours, at a multiple of their size.
+template <int kFloats>
+using Floats =
+    std::conditional_t<kFloats == 4, float4, std::conditional_t<kFloats == 2, float2, float>>;
+template <int kFloats>
+__device__ __forceinline__ void load_floats(const float* from, float (&x)[kFloats]) {
+  const auto all = *reinterpret_cast<const Floats<kFloats>*>(from);
+  std::memcpy(x, &all, sizeof x);
+}
+template <int kFloats>
+__device__ __forceinline__ void store_floats(float* to, const float (&x)[kFloats]) {
+  Floats<kFloats> all;
+  std::memcpy(&all, x, sizeof x);
+  *reinterpret_cast<Floats<kFloats>*>(to) = all;
+}
+
 __host__ __device__ constexpr Element element_of(Code code) {
   return code == Code::kFp32   ? Element::kFp32
          : code == Code::kFp16 ? Element::kFp16

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/blocks.h"
+#include "kernels/cuda/parts.cuh"
 
 namespace kvpool::cuda {
 
@@ -74,6 +75,32 @@ __device__ inline void rotate(const float* matrix, float* rows, int n, int dim, 
     const int own = group < groups ? first + group * kRows : n;
     rotate_rows<kRows>(matrix, rows, own, n, dim, stride, column);
   }
+}
+
+/// As turn() for one row in the registers of a warp, whose lanes have neighbours.
+template <int kLane>
+__device__ void turn_lanes(float (&x)[kLane], int lane) {
+#pragma unroll
+  for (int half = 1; half < kLane; half *= 2) {
+#pragma unroll
+    for (int low = 0; low < kLane; ++low) {
+      if (low & half) continue;
+      const float a = x[low], b = x[low | half];
+      x[low] = a + b;
+      x[low | half] = a - b;
+    }
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+#pragma unroll
+    for (float& own : x) {
+      const float other = __shfl_xor_sync(~0U, own, d);
+      own = lane & d ? other - own : own + other;
+    }
+  }
+  static_assert(kLane == 2 || kLane == 4);
+#pragma unroll
+  for (float& own : x) own *= kLane == 4 ? 0.088388347648318441F : 0.125F;
 }
 
 /// codec::Space of a part, on the device: what a head's rows go through before they are coded, and
@@ -148,69 +175,91 @@ class Space {
     __syncthreads();
   }
 
-  /// As enter_queries() for one query of 64 or 128 channels, `x` of channel threadIdx.x: quicker,
-  /// as all that it reads comes at once and sums are split among threads, so that it rounds
-  /// otherwise.
-  /// Calls write(channel, x) for kSlice channels from `slice` * kSlice on or, where nothing is
-  /// rotated, for all if `slice` is 0.
-  /// @return the offset, to thread 0.
-  template <int kThreads, int kSlice, class Write>
-  __device__ float enter_query(float x, int dim, int slice, Write write) const {
-    constexpr int kGroups = kThreads / kSlice, kEach = 128 / kGroups;
-    __shared__ __align__(16) float row[128];
-    __shared__ float products[4], parts[kThreads];
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-    const int first = thread / kSlice * kEach, column = slice * kSlice + thread % kSlice;
-    const bool mine = thread < dim;
-    float numbers[kEach];
+  /// Shared memory that the next takes.
+  static constexpr int query_floats(int dim, int columns, int n_warps) {
+    return n_warps * (dim + n_warps * 32 * columns);
+  }
+  /// As enter_queries() for a query of kDim channels in each of the block's first `n` warps, a
+  /// lane's side by side: quicker, as all that it reads comes at once and the warps share each part
+  /// of the matrix and of the sums, so that it rounds otherwise.
+  ///
+  /// load(x) fetches the warp's query; write(channel, y) takes a lane's part of the result. Where
+  /// rows are rotated, those are kColumns channels of slice `slice` of 32 * kColumns; elsewhere
+  /// slice 0 is all of them, and the others do nothing.
+  /// @param shared at a multiple of 16 bytes.
+  /// @return the offset of the warp's query if `slice` is 0.
+  template <int kDim, int kColumns, int kWarps, class Load, class Write>
+  __device__ float enter_queries(int n, int slice, float* shared, Load load, Write write) const {
+    constexpr int kLane = kDim / 32, kPart = kDim / kWarps;
+    const auto rows = reinterpret_cast<float(*)[kDim]>(shared);
+    const auto parts = reinterpret_cast<float(*)[kWarps][32 * kColumns]>(shared + kWarps * kDim);
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int column = (slice * 32 + lane) * kColumns;
+    float numbers[kPart][kColumns];
+    if (rotation_ != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      numbers[k] = rotation_ != nullptr && first + k < dim
-                       ? __ldg(rotation_ + (first + k) * dim + column)
-                       : 0.F;
-    }
-    float product = 0.F;
-    if (smooth_ != nullptr && mine) {
-      product = x * __ldg(mean_ + thread);
-      x *= __ldg(smooth_ + thread);
-    }
-    if (turn_ == Turn::kHadamard) {
-      for (int d = 1; d < 32; d *= 2) x = (lane & d ? -x : x) + __shfl_xor_sync(~0U, x, d);
-    }
-    if (mine) row[thread] = x;
-    for (int d = 1; d < 32; d *= 2) product += __shfl_xor_sync(~0U, product, d);
-    if (mine && lane == 0) products[thread / 32] = product;
-    __syncthreads();
-    const float offset = products[0] + products[1] + (dim > 64 ? products[2] + products[3] : 0.F);
-
-    if (turn_ != Turn::kRotation) {
-      if (!mine || slice > 0) return offset;
-      if (turn_ == Turn::kHadamard) {
-        const auto pair = [&](int at) {
-          return thread & 32 ? row[at] - row[at + 32] : row[at] + row[at + 32];
-        };
-        x = pair(lane);
-        if (dim > 64) x = thread & 64 ? x - pair(lane + 64) : x + pair(lane + 64);
-        x *= __fdiv_rn(1.F, __fsqrt_rn(static_cast<float>(dim)));
+      for (int k = 0; k < kPart; ++k) {
+        load_floats(rotation_ + (warp * kPart + k) * kDim + column, numbers[k]);
       }
-      write(thread, x);
-      return offset;
     }
-    float sum = 0.F;
+    float offset = 0.F;
+    if (warp < n) {
+      float x[kLane], smooth[kLane], mean[kLane];
+      if (smooth_ != nullptr) {
+        load_floats(smooth_ + lane * kLane, smooth);
+        load_floats(mean_ + lane * kLane, mean);
+      }
+      load(x);
+      if (smooth_ != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kEach; k += 4) {
-      if (first + k >= dim) break;
-      const float4 q = *reinterpret_cast<const float4*>(row + first + k);
-      sum += q.x * numbers[k] + q.y * numbers[k + 1] + q.z * numbers[k + 2] + q.w * numbers[k + 3];
+        for (int j = 0; j < kLane; ++j) {
+          offset += x[j] * mean[j];
+          x[j] *= smooth[j];
+        }
+        for (int d = 1; d < 32 && slice == 0; d *= 2) offset += __shfl_xor_sync(~0U, offset, d);
+      }
+      if (turn_ == Turn::kHadamard) turn_lanes(x, lane);
+      if (turn_ == Turn::kRotation) {
+        store_floats(rows[warp] + lane * kLane, x);
+      } else if (slice == 0) {
+        write(lane * kLane, x);
+      }
     }
-    parts[thread] = sum;
+    if (turn_ != Turn::kRotation) return offset;
     __syncthreads();
-    if (thread < kSlice) {
-      float whole = 0.F;
+    // Two rows at a time, whose sums do not wait for each other.
+    for (int row = 0; row < n; row += 2) {
+      const int both[] = {row, min(row + 1, n - 1)};
+      float sums[2][kColumns] = {};
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) whole += parts[g * kSlice + thread];
-      write(column, whole);
+      for (int k = 0; k < kPart; k += 4) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float x[4];
+          load_floats(rows[both[r]] + warp * kPart + k, x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+              sums[r][c] = __fmaf_rn(x[i], numbers[k + i][c], sums[r][c]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) store_floats(parts[both[r]][warp] + lane * kColumns, sums[r]);
     }
+    __syncthreads();
+    if (warp >= n) return offset;
+    float sums[kColumns] = {};
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) {
+      float own[kColumns];
+      load_floats(parts[warp][part] + lane * kColumns, own);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[c] += own[c];
+    }
+    write(column, sums);
     return offset;
   }
 
