@@ -42,5 +42,6 @@ def time_one(batch, length, heads=32, kv_heads=8, dim=128):
     print(f"torch-bf16 B {batch:2} x {length:6}          {best * 1e3:7.1f} us  {rate:6.2f} TB/s", flush=True)
 
 
+print(f"PyTorch {torch.__version__}", flush=True)
 for shape in [(1, 1024), (1, 8192), (1, 65536), (1, 196608), (8, 8192), (32, 8192)]:
     time_one(*shape)
