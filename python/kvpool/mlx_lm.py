@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from . import _route
+from ._block_size import default_block_size
 from ._core import BlockPoolAllocator, PagedKVCacheConfig, PagedStorage, PoolConfig, VecInferCodebooks
 from ._layers import sliding_window, stock_caches
 from .paged_cache import PagedKVCache
 
 Format = str | tuple[str, str]
 Codebooks = str | Path | VecInferCodebooks | Mapping[str, VecInferCodebooks]
-
-_DEFAULT_POOL = PoolConfig(block_size=32, n_blocks=64, grow_on_exhaustion=True)
 
 
 def make_prompt_cache(
@@ -35,7 +34,8 @@ def make_prompt_cache(
 
     Args:
         model: a loaded mlx_lm model.
-        pool: a pool, or a PagedStorage to share memory too; one of 32-token blocks that grows if None.
+        pool: a pool, or a PagedStorage to share memory too; one that grows if None, in blocks of 32 tokens, for
+            vecinfer formats of 2 bits and less on the CPU of 16.
         format: "raw" (the model's own type), "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer1",
             "vecinfer1.5", "vecinfer2", "vecinfer3" or "vecinfer4"; a pair for keys and values; a list a layer.
         window: newest tokens that stay raw.
@@ -49,16 +49,14 @@ def make_prompt_cache(
 
     Raises ValueError naming what is not allowed.
     """
-    if isinstance(pool, PagedStorage):
-        storage = pool
-    else:
-        storage = PagedStorage(pool if pool is not None else BlockPoolAllocator(_DEFAULT_POOL))
     stock = stock_caches(model)
     formats = [format] * len(stock) if isinstance(format, (str, tuple)) else list(format)
     if len(formats) != len(stock):
         raise ValueError(f"make_prompt_cache: format must name one for each of {len(stock)} layers, got {len(formats)}")
     pairs = [(format, format) if isinstance(format, str) else format for format in formats]
-    sets = _codebooks(model, {name for pair in pairs for name in pair}, codebooks)
+    names = {name for pair in pairs for name in pair}
+    sets = _codebooks(model, names, codebooks)
+    storage = _storage(pool, names)
     owner = storage.pool.new_owner() if owner is None else owner
     caches, n_paged = [], 0
     for cache, (keys, values) in zip(stock, pairs):
@@ -84,6 +82,15 @@ def make_prompt_cache(
     return caches
 
 
+def _storage(pool: BlockPoolAllocator | PagedStorage | None, formats: Iterable[str]) -> PagedStorage:
+    if isinstance(pool, PagedStorage):
+        return pool
+    if pool is None:
+        config = PoolConfig(block_size=default_block_size(formats), n_blocks=64, grow_on_exhaustion=True)
+        pool = BlockPoolAllocator(config)
+    return PagedStorage(pool)
+
+
 def _codebooks(model: Any, formats: set[str], given: Codebooks | None) -> dict[str, VecInferCodebooks]:
     """The sets that the formats want, by format."""
     from .codebooks import codebook_sets, load_codebooks
@@ -107,13 +114,13 @@ def attach(model: Any, pool: BlockPoolAllocator | PagedStorage | None = None, **
     Sets ``model.make_cache`` and installs the route. ``options`` are those of make_prompt_cache(). All caches
     share one storage. Returns the model.
     """
-    if not isinstance(pool, PagedStorage):
-        pool = PagedStorage(pool if pool is not None else BlockPoolAllocator(_DEFAULT_POOL))
-    used = [cache.config for cache in make_prompt_cache(model, pool, **options) if isinstance(cache, PagedKVCache)]
+    paged = [cache for cache in make_prompt_cache(model, pool, **options) if isinstance(cache, PagedKVCache)]
+    storage = paged[0].storage if paged else pool
+    used = [cache.config for cache in paged]
     sets = {config.codebooks.format: config.codebooks for config in used if config.codebooks is not None}
     options = options | ({"codebooks": sets} if sets else {})
     _route.install()
-    object.__setattr__(model, "make_cache", lambda: make_prompt_cache(model, pool, **options))
+    object.__setattr__(model, "make_cache", lambda: make_prompt_cache(model, storage, **options))
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._block_size import default_block_size
 from ._core import (
     BlockPoolAllocator,
     KVCacheConfig,
@@ -43,10 +44,11 @@ class VecInferKVCache(PagedKVCache):
 
         Raises ValueError naming ``kvpool calibrate`` if there are no codebooks, or what else is not allowed.
         """
-        block_size = 32
         if isinstance(config, KVCacheConfig):
             block_size = config.block_size
             config = vecinfer_cache_config(config, n_kv_heads, layer)
+        else:
+            block_size = default_block_size((config.key_format, config.value_format))
         if storage is None:
             pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=2, grow_on_exhaustion=True))
             storage = PagedStorage(pool)

@@ -56,6 +56,16 @@ def test_logits_of_halves_are_near(name, dtype, routed):
         assert mx.abs(stock - ours).max().item() < (0.02 if dtype == mx.float16 else 0.15) * mx.abs(stock).max().item()
 
 
+@pytest.mark.parametrize(
+    "format, on_cpu", [("raw", 32), ("kivi2", 32), ("vecinfer3", 32), ("vecinfer2", 16), (("int4", "vecinfer1"), 16)]
+)
+def test_blocks_that_are_made_are_small_where_few_bits_are_kept(default_model, format, on_cpu):
+    caches = paged.make_prompt_cache(default_model[0], format=format)
+    expected = on_cpu if mx.default_device() == mx.Device(mx.cpu) else 32
+    assert {cache.storage.pool.config.block_size for cache in caches} == {expected}
+    assert len({cache.storage for cache in caches}) == 1
+
+
 def test_default_model_generates_the_same_text(default_model):
     model, tokenizer, _ = default_model
     text = "The three largest cities of France are"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvpool import BlockPoolAllocator
     from kvpool import PagedStorage
 
-PAGED_BLOCK, POOLED_BLOCK = 32, 16
+POOLED_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,13 @@ def paged_caches(
     typer.BadParameter for a pool that is too small.
     """
     from kvpool import PagedStorage
+    from kvpool._block_size import default_block_size
     from kvpool.mlx_lm import install
 
     windows = [cache.config.sliding_window for cache in format.make(model, codebooks) if _is_paged(cache)]
     _require_layers(len(windows))
-    demand = PagedDemand(options.block_size or PAGED_BLOCK, [window and window + chunk for window in windows])
+    block_size = options.block_size or default_block_size((format.keys, format.values))
+    demand = PagedDemand(block_size, [window and window + chunk for window in windows])
     pool = make_pool(options, demand, n_prompt, n_answer)
     storage = PagedStorage(pool)
     install()

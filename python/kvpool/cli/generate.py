@@ -78,7 +78,12 @@ def generate(
     codebooks: CodebooksOption = None,
     block_size: Annotated[
         Optional[int],
-        typer.Option(min=1, max=1 << 20, help="Tokens a block. Default: 32, pooled 16.", show_default=False),
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="Tokens a block. Default: 32; pooled, and vecinfer at 2 bits and less on the CPU, 16.",
+            show_default=False,
+        ),
     ] = None,
     n_blocks: Annotated[
         Optional[int],

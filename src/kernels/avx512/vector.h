@@ -72,11 +72,30 @@ class ChunkCodes {
     return n_columns;
   }
 
-  template <int kSubDim>
-  void copy(const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
-    stride_ = kStride;
-    for (std::size_t i = 0; i < halves_.size(); ++i) halves_[i] = codes_ + i * kHalf;
-    const int subs = n_subs(kSubDim, shape.head_dim);
+  /// Copies a run of parts of 16 tokens, of which the last may have fewer, if it is no longer than
+  /// a chunk.
+  /// @return its columns; 0 if it is not so.
+  int copy_sixteens(int subs, const PartShape& shape, const PartRun& run) {
+    const std::size_t last = run.n_parts - 1;
+    if (shape.block_size != 16 || subs % 4 != 0 || run.n_parts == 0 ||
+        run.n_parts > kChunkColumns / 16) {
+      return 0;
+    }
+    for (std::size_t p = 0; p < last; ++p) {
+      if (run.n_tokens[p] != 16) return 0;
+    }
+    point_at_copy();
+    std::byte* column = codes_;
+    for (std::size_t p = 0; p <= last; p += 4, column += kColumns) {
+      const std::byte* from[4];
+      for (std::size_t i = 0; i < 4; ++i) from[i] = run.parts[std::min(p + i, last)];
+      for (int sub = 0; sub < subs; sub += 4) join_rows(from, sub, column + sub * kStride);
+    }
+    return static_cast<int>(16 * last) + run.n_tokens[last];
+  }
+
+  void copy(int subs, const PartShape& shape, const Chunk<kChunkColumns>& chunk) {
+    point_at_copy();
     const auto block_size = as_size(shape.block_size);
     for (const Piece& piece : chunk.all()) {
       const std::byte* from = piece.part + piece.first_token;
@@ -110,6 +129,23 @@ class ChunkCodes {
   static constexpr int kHalf = kColumns / 2;
   static constexpr int kStride = kChunkColumns + kColumns;
 
+  void point_at_copy() {
+    stride_ = kStride;
+    for (std::size_t i = 0; i < halves_.size(); ++i) halves_[i] = codes_ + i * kHalf;
+  }
+  /// Of four parts of 16 tokens, sub-vectors `sub` to `sub` + 3: the tokens of each side by side.
+  static void join_rows(const std::byte* const (&parts)[4], int sub, std::byte* to) {
+    __m512i rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = _mm512_loadu_si512(parts[i] + 16 * sub);
+    const __m512i low01 = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44);
+    const __m512i low23 = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
+    const __m512i high01 = _mm512_shuffle_i32x4(rows[0], rows[1], 0xEE);
+    const __m512i high23 = _mm512_shuffle_i32x4(rows[2], rows[3], 0xEE);
+    _mm512_store_si512(to, _mm512_shuffle_i32x4(low01, low23, 0x88));
+    _mm512_store_si512(to + kStride, _mm512_shuffle_i32x4(low01, low23, 0xDD));
+    _mm512_store_si512(to + 2 * kStride, _mm512_shuffle_i32x4(high01, high23, 0x88));
+    _mm512_store_si512(to + 3 * kStride, _mm512_shuffle_i32x4(high01, high23, 0xDD));
+  }
   static void copy_16(const std::byte* from, std::byte* to) {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
@@ -133,9 +169,12 @@ class ChunkCodes {
 template <int kSubDim, typename Take>
 inline void for_code_chunks(const PartShape& shape, const PartRun& run, ChunkCodes& codes,
                             const Take& take) {
-  if (const int n_columns = codes.point_at(shape, run); n_columns > 0) return take(n_columns);
+  const int subs = n_subs(kSubDim, shape.head_dim);
+  int n_columns = codes.point_at(shape, run);
+  if (n_columns == 0) n_columns = codes.copy_sixteens(subs, shape, run);
+  if (n_columns > 0) return take(n_columns);
   for_chunks<kChunkColumns>(run, [&](const Chunk<kChunkColumns>& chunk) {
-    codes.copy<kSubDim>(shape, chunk);
+    codes.copy(subs, shape, chunk);
     take(chunk.n_columns);
   });
 }
