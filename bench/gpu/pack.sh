@@ -13,4 +13,4 @@ cmake --build --preset cuda --target "${programs[@]##*/}"
 # MLX compiles some of its kernels where they run, with the headers in cccl.
 mlx=build/mlx-cuda
 echo "==> packing $archive"
-XZ_OPT=-T0 tar -cJf "$archive" bench/gpu "${programs[@]}" $mlx/mlx/lib/libmlx.so $mlx/mlx/include/cccl $mlx/mlx_cuda_13.libs
+XZ_OPT="-T0 -4" tar -cJf "$archive" bench/gpu "${programs[@]}" $mlx/mlx/lib/libmlx.so $mlx/mlx/include/cccl $mlx/mlx_cuda_13.libs

@@ -84,7 +84,7 @@ shards() {  # COUNT PROGRAM: its cases in so many processes; what failed, and ho
 }
 sanitize() {
   local one='D128_128_block_32' seen
-  local cases="*ForksAndTrims*$one*:*AnImage*$one*:*CudaTables*Move*-*codes_of*:*float32*"
+  local cases="*ForksAndTrims*$one*:*AnImage*$one*:*CudaTables*-*codes_of*:*float32*"
   for tool in memcheck racecheck synccheck; do
     echo "== $tool"
     compute-sanitizer --tool $tool $built/bench/gpu/decode_bench small | tail -1

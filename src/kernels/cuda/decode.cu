@@ -84,6 +84,14 @@ int segment_cost(const Geometry& g) {
   }
 }
 
+/// Of `grid` blocks, as many as can share pairs of sequence and head out whole where sequences are
+/// alike, if that leaves only a few without work, else 0.
+int whole_blocks(int n_pairs, int grid) {
+  if (n_pairs == 0) return 0;
+  const int turns = (n_pairs + grid - 1) / grid;
+  return n_pairs % turns == 0 && n_pairs / turns >= grid - grid / 16 ? n_pairs / turns : 0;
+}
+
 bool supported(const Geometry& g) {
   const bool blocks = g.block_size == 16 || g.block_size == 32 || g.block_size == 64;
   return (g.head_dim == 64 || g.head_dim == 128) && blocks &&
@@ -149,6 +157,9 @@ cudaError_t prepare(const Geometry& g, const DecodeParams& params, int n_process
   p.tiles_log2 = g.block_size == 16 ? 0 : g.block_size == 32 ? 1 : 2;
   p.raw_weight = raw_weight(g);
   p.segment_cost = segment_cost(g);
+  // A block that rests leaves its share of the multiprocessor to another, if there is one.
+  const int n_pairs = p.n_sequences * g.n_kv_heads * chunks;
+  p.whole_blocks = kernel.resident > 1 ? whole_blocks(n_pairs, static_cast<int>(launch->grid)) : 0;
   p.raw_stride = static_cast<unsigned>(raw_part_bytes(g));
   if (g.sealed != Sealed::kNone) {
     p.key_stride = static_cast<unsigned>(sealed_key_bytes(g));

@@ -77,16 +77,16 @@ struct DecodeParams {
   const void* sealed_queries;
   /// (n_sequences, n_heads), added to the scaled scores of sealed blocks; null for none.
   const float* sealed_bias;
-  /// kVector: (256, key_sub) and (256, value_sub) int8, times the scale. One a layer, or one a KV head:
-  /// (n_kv_heads, 256, ...), scales (n_kv_heads).
+  /// kVector: (256, key_sub) and (256, value_sub) int8, times the scale. One a layer, or one a KV
+  /// head: (n_kv_heads, 256, ...), scales (n_kv_heads).
   const std::int8_t* key_codebook;
   const float* key_scale;
   const std::int8_t* value_codebook;
   const float* value_scale;
   int codebook_per_head;
   /// The space of sealed values, which sums are brought back from.
-  /// kVector: as HeadTransform has it, but never rotated, (n_kv_heads, head_dim) and whether there is
-  /// a Hadamard transform, (n_kv_heads); all null: none.
+  /// kVector: as HeadTransform has it, but never rotated, (n_kv_heads, head_dim) and whether there
+  /// is a Hadamard transform, (n_kv_heads); all null: none.
   const float* value_smooth;
   const float* value_mean;
   const std::uint8_t* value_hadamard;
@@ -106,6 +106,7 @@ struct DecodeParams {
   // Filled by prepare().
   int n_kv_heads, group, chunks, chunk_heads;
   int tiles_log2, raw_weight, segment_cost;
+  int whole_blocks;  // That take part where the sequences are alike; 0: all.
   unsigned raw_stride, key_stride, value_stride;
 };
 

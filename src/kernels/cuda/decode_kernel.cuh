@@ -14,7 +14,8 @@
 /// *Work.* The grid is persistent, one or two blocks a multiprocessor. The tokens of all sequences
 /// and heads lie on one line, head by head, and each block takes an equal stretch of it: ragged
 /// batches balance, and a codebook is loaded once. To take up another sequence or head costs time,
-/// so each begins with some units of nothing (segment_cost). Where a stretch ends inside a
+/// so each begins with some units of nothing (segment_cost); where sequences are alike, a few
+/// blocks may rest so that the others have whole ones (whole_blocks). Where a stretch ends inside a
 /// sequence, a partial result goes to the workspace, and the last of the sequence's blocks to
 /// finish merges them.
 ///
@@ -36,9 +37,9 @@
 /// integers, which fp16 has exactly.
 ///
 /// *Codebooks* (kVector). Each codeword is one 256-byte row of shared memory, half of it copies of
-/// the key's bytes (of 2, twice) and half of the value's in fp16, so that lanes never meet in a bank. A
-/// code is the second byte of its codeword's offset, which one byte permute makes; where the table
-/// starts is a constant in the load.
+/// the key's bytes (of 2, twice) and half of the value's in fp16, so that lanes never meet in a
+/// bank. A code is the second byte of its codeword's offset, which one byte permute makes; where
+/// the table starts is a constant in the load.
 namespace kvpool::cuda {
 
 template <class C>
@@ -95,7 +96,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident)
   const LinePlace place(p, lane);
   // The line, in equal stretches: the first `longer` blocks have one unit more.
   const int all = __ldg(p.cost_before + p.n_sequences) * p.n_kv_heads * p.chunks;
-  const int n_blocks = min(static_cast<int>(gridDim.x), (all + C::kWarps - 1) / C::kWarps);
+  const bool rests = p.whole_blocks > 0 && are_alike(p, lane);
+  const int grid = rests ? p.whole_blocks : static_cast<int>(gridDim.x);
+  const int n_blocks = min(grid, (all + C::kWarps - 1) / C::kWarps);
   if (static_cast<int>(blockIdx.x) >= n_blocks) {
     if (n_blocks == 0) zero_empty<C>(p, gridDim.x);
     return;

@@ -12,8 +12,8 @@ struct alignas(16) Segment {
   int head, kv_head, n_heads, seq, row;  // row: of the queries' and of the output's first head.
   /// On the line: where the pair's work starts and ends, and where the segment ends.
   int low, high, stop;
-  bool whole;  ///< All of the pair's work, so that there is nothing to merge.
-  int first_raw, raw_from, raw_to;           // Tiles, from entry first_raw on.
+  bool whole;                       ///< All of the pair's work, so that there is nothing to merge.
+  int first_raw, raw_from, raw_to;  // Tiles, from entry first_raw on.
   int first_sealed, sealed_from, sealed_to;  // Units, from entry first_sealed on.
 };
 
@@ -29,6 +29,17 @@ struct LinePlace {
     entries = __ldg(reinterpret_cast<const int4*>(p.sequences + k));
   }
 };
+
+/// Whether all sequences have as much work, by each warp.
+__device__ __forceinline__ bool are_alike(const DecodeParams& p, int lane) {
+  const int all = __ldg(p.cost_before + p.n_sequences);
+  bool is_like_all = true;
+  for (int k = lane; k < p.n_sequences; k += 32) {
+    const int cost = __ldg(p.cost_before + k + 1) - __ldg(p.cost_before + k);
+    is_like_all = is_like_all && cost * p.n_sequences == all;
+  }
+  return __all_sync(kAllLanes, is_like_all);
+}
 
 /// The first segment with work at or after `at` and before `end`, by one warp, to shared memory: a
 /// copy a thread would be spilled, and the first touch of local memory costs more than the search.

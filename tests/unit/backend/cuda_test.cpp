@@ -31,13 +31,14 @@ struct Case {
   int group_size = 32;
   int n_heads = 8;
   bool hadamard = true;
-  /// Formats whose codes the layer has, as one of a set whose layers differ; empty: the format's own.
+  /// Formats whose codes the layer has, as one of a set whose layers differ; empty: the format's
+  /// own.
   std::string key_code = {}, value_code = {};
 };
 std::ostream& operator<<(std::ostream& out, const Case& c) {
-  out << c.keys << "/" << c.values << " " << c.dtype << " D" << c.head_dim << "/"
-             << c.value_dim << " block " << c.block_size << " group " << c.group_size << " heads "
-             << c.n_heads << (c.hadamard ? "" : " plain");
+  out << c.keys << "/" << c.values << " " << c.dtype << " D" << c.head_dim << "/" << c.value_dim
+      << " block " << c.block_size << " group " << c.group_size << " heads " << c.n_heads
+      << (c.hadamard ? "" : " plain");
   if (!c.key_code.empty()) out << " codes of " << c.key_code << "/" << c.value_code;
   return out;
 }
@@ -60,9 +61,9 @@ std::shared_ptr<const VecInferCodebooks> codebooks(const std::string& format, co
     const codec::VectorCode own = codec::vector_code(codec::code_of(format), role);
     if (of_layer.empty()) return testing::codebook_stream(own, 2, kKvHeads, c.head_dim);
     const codec::Code fewest = codec::code_of("vecinfer1");
-    return testing::codebook_stream({codec::vector_code(fewest, role),
-                                     codec::vector_code(codec::code_of(of_layer), role)},
-                                    kKvHeads, c.head_dim);
+    return testing::codebook_stream(
+        {codec::vector_code(fewest, role), codec::vector_code(codec::code_of(of_layer), role)},
+        kKvHeads, c.head_dim);
   };
   VecInferStream keys = stream(kKeys, c.key_code);
   VecInferStream values = stream(kValues, c.value_code);
@@ -138,8 +139,9 @@ double epsilon(mx::Dtype dtype) {
 mx::array random(const mx::Shape& shape, mx::Dtype dtype, int seed) {
   const OnDevice device(mx::Device::cpu);
   // Channels of different size, and a few large ones, as keys have.
-  const mx::array scale = mx::exp(0.5F * mx::random::normal(
-      {shape.back()}, mx::float32, 0.0F, 1.0F, mx::random::key(static_cast<std::uint64_t>(seed))));
+  const mx::array scale =
+      mx::exp(0.5F * mx::random::normal({shape.back()}, mx::float32, 0.0F, 1.0F,
+                                        mx::random::key(static_cast<std::uint64_t>(seed))));
   mx::array rows =
       mx::astype(scale * mx::random::normal(shape, mx::float32, 0.0F, 1.0F,
                                             mx::random::key(static_cast<std::uint64_t>(seed) + 1)),
@@ -437,6 +439,28 @@ TEST_P(CudaTables, StepsOfManyRequests) {
   }
 }
 
+/// Where requests are alike, blocks of threads may take whole ones; before and after, they are not.
+TEST_P(CudaTables, StepsOfEqualRequests) {
+  constexpr int kRows = 128;  // Two heads of each are as many as an H200 has room for.
+  const int longest = 3 * GetParam().block_size;
+  Pair pair(GetParam(), 0, kRows);
+  const auto step = [&](int seed, std::vector<std::int64_t> first,
+                        std::vector<std::int64_t> count) {
+    append(pair, kRows, longest, seed, std::move(first), std::move(count));
+    right_attention(pair, kRows, 1, seed + 1);
+  };
+  std::vector<std::int64_t> first(kRows, 0), count, rest;
+  for (int row = 0; row < kRows; ++row) {
+    count.push_back(row * 7 % longest + 1);
+    rest.push_back(longest - count.back());
+  }
+  step(1, first, count);
+  step(10, first, rest);
+  step(20, first, std::vector<std::int64_t>(kRows, longest));
+  step(30, first, count);
+  same_rows(pair);
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const std::string format : {"raw", "int8", "int4", "int2", "kivi4", "kivi2", "vecinfer4",
@@ -452,9 +476,14 @@ std::vector<Case> cases() {
   }
   for (const std::string keys : {"vecinfer4", "vecinfer2", "vecinfer1"}) {
     for (const std::string values : {"vecinfer4", "vecinfer2", "vecinfer1"}) {
-      const Case mix{.keys = "vecinfer3", .values = "vecinfer3", .dtype = mx::bfloat16,
-                     .head_dim = 128, .value_dim = 128, .block_size = 32,
-                     .key_code = keys, .value_code = values};
+      const Case mix{.keys = "vecinfer3",
+                     .values = "vecinfer3",
+                     .dtype = mx::bfloat16,
+                     .head_dim = 128,
+                     .value_dim = 128,
+                     .block_size = 32,
+                     .key_code = keys,
+                     .value_code = values};
       all.push_back(mix);
       all.push_back(mix);
       all.back().dtype = mx::float16;
@@ -476,7 +505,8 @@ std::string name_of(const ::testing::TestParamInfo<Case>& info) {
   std::ostringstream text;
   text << info.param;
   std::string name = text.str();
-  std::replace_if(name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
+  std::replace_if(
+      name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
   return name;
 }
 INSTANTIATE_TEST_SUITE_P(Formats, Cuda, ::testing::ValuesIn(cases()), name_of);
