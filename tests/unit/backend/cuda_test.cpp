@@ -444,10 +444,11 @@ TEST_P(CudaTables, StepsOfEqualRequests) {
   constexpr int kRows = 128;  // Two heads of each are as many as an H200 has room for.
   const int longest = 3 * GetParam().block_size;
   Pair pair(GetParam(), 0, kRows);
-  const auto step = [&](int seed, std::vector<std::int64_t> first,
-                        std::vector<std::int64_t> count) {
-    append(pair, kRows, longest, seed, std::move(first), std::move(count));
-    right_attention(pair, kRows, 1, seed + 1);
+  const auto step = [&](int seed, const std::vector<std::int64_t>& first,
+                        const std::vector<std::int64_t>& count) {
+    append(pair, kRows, longest, seed, first, count);
+    append(pair, kRows, 1, seed + 1);
+    right_attention(pair, kRows, 1, seed + 2);
   };
   std::vector<std::int64_t> first(kRows, 0), count, rest;
   for (int row = 0; row < kRows; ++row) {
