@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What bounds the kernels, by Nsight Compute's counters, of the programs in build/cuda:
 #   bench/gpu/profile.sh [FORMAT...]      at 196608 tokens; bf16, int4, kivi2, vecinfer2 if none is named
-# Then, each alone, MLX's own attention there, and the kernels of a decode step through MLX.
+# Then, each alone, MLX's own attention there, and the kernels of a decode step through MLX at 1024.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source bench/gpu/libraries.sh
@@ -46,26 +46,20 @@ for format in "${@:-bf16 int4 kivi2 vecinfer2}"; do
   done
 done
 
-# CACHE SHAPE NCU_OPTION...: what runs in each layer: times launched, mean us.
+# CACHE TOKENS NCU_OPTION...: what runs in each layer: times launched, mean us.
 layers() {
-  local cache=$1 shape=$2
+  local cache=$1 tokens=$2
   shift 2
   count --cache-control none --metrics gpu__time_duration.sum "$@" \
-    build/cuda/bench/gpu/paged_bench "$cache" "$shape" 4 | rows | awk -F'\t' '{
+    build/cuda/bench/gpu/paged_bench "$cache" "1x$tokens" 4 | rows | awk -F'\t' '{
       for (i = 2; i <= NF; ++i) { split($i, f, "="); if (f[1] == "gpu__time_duration.sum") ns = f[2] }
       name = substr($1, 1, 60); n[name]++; sum[name] += ns
     } END { for (name in n) if (n[name] >= 96) printf "%6d %8.1f  %s\n", n[name], sum[name] / n[name] / 1e3, name }'
 }
 echo "== MLX's own attention at 1 x $tokens"
-layers stock 1x$tokens -k regex:'sdpa|lean_reduction'
-step() {  # SHAPE CACHE...
-  local shape=$1 cache
-  shift
-  echo "== kernels of a step through MLX, $shape"
-  for cache in "$@"; do
-    echo "$cache"
-    layers "$cache" "$shape"
-  done
-}
-step 1x1024 stock raw int4 vecinfer2
-step 32x8192 int4 kivi2 vecinfer2
+layers stock $tokens -k regex:'sdpa|lean_reduction'
+echo "== kernels of a step through MLX at 1 x 1024"
+for cache in stock raw int4 vecinfer2; do
+  echo "$cache"
+  layers $cache 1024
+done
