@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/avx2/avx2.h"
+#include "kernels/avx512/code_chunks.h"
 #include "kernels/avx512/vector.h"
 
 // Keys of 4 or 8 channels a code by tables: a query's products with all centroids, once for each of

@@ -1,4 +1,5 @@
 #include "kernels/avx2/avx2.h"
+#include "kernels/avx512/code_chunks.h"
 #include "kernels/avx512/vector.h"
 
 namespace kvpool::kernels::avx512 {

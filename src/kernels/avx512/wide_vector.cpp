@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "kernels/avx2/avx2.h"
+#include "kernels/avx512/code_chunks.h"
 #include "kernels/avx512/vector.h"
 
 // Codes of 12 bits: too many for tables in registers. Each is looked up in the codebook itself,
