@@ -43,9 +43,19 @@ struct Problem {
   std::size_t stride() const { return n_tokens + kernels::kColumnSlack; }
 };
 
+/// The largest element that codes could stand for: where all decode to 0, scales may still be
+/// fp16's least number.
+double largest_element(const Problem& p) {
+  using enum codec::Code;
+  const codec::Code code = p.geometry.format.code;
+  if (p.geometry.format.is_raw()) return largest_of(p.rows);
+  const double largest_code = code == kInt8 ? 255 : code == kInt4 || code == kKivi4 ? 15 : 3;
+  return std::max(largest_of(p.rows), std::ldexp(largest_code, -24));
+}
+
 /// Queries may be rounded to 16 bits of the largest in a group.
 void require_scores(const Problem& p, const std::vector<float>& scores) {
-  const double rounding = largest_of(p.queries) * largest_of(p.rows);
+  const double rounding = largest_of(p.queries) * largest_element(p);
   for (std::size_t q = 0; q < static_cast<std::size_t>(p.n_queries); ++q) {
     for (std::size_t t = 0; t < p.n_tokens; ++t) {
       double expected = 0.0;
@@ -60,7 +70,7 @@ void require_scores(const Problem& p, const std::vector<float>& scores) {
 
 /// Weights may be rounded to 16 bits of the largest product with a scale, of any row of the part.
 void require_sums(const Problem& p, const std::vector<float>& sums) {
-  const double rounding = largest_of(p.weights) * largest_of(p.rows);
+  const double rounding = largest_of(p.weights) * largest_element(p);
   for (std::size_t q = 0; q < static_cast<std::size_t>(p.n_queries); ++q) {
     for (std::size_t d = 0; d < p.dim(); ++d) {
       double expected = 0.0;

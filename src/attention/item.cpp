@@ -163,7 +163,7 @@ class Walk {
     for (const SpaceQueries& known : space_queries_) {
       if (known.space == space) return known;
     }
-    SpaceQueries& added = space_queries_.emplace_back(space, queries_);
+    SpaceQueries& added = space_queries_.emplace_back(SpaceQueries{space, queries_});
     if (space.is_plain()) return added;
     const auto rows = static_cast<std::size_t>(n_rows_);
     added.queries = buffers_.turned_queries.get(space_queries_.size() - 1, rows * (dim_ + 1));
@@ -177,7 +177,7 @@ class Walk {
     for (SpaceSums& known : space_sums_) {
       if (known.space == space) return known;
     }
-    SpaceSums& added = space_sums_.emplace_back(space);
+    SpaceSums& added = space_sums_.emplace_back(SpaceSums{space});
     const std::size_t n = static_cast<std::size_t>(n_rows_) * (value_dim_ + 1);
     added.sums = buffers_.sums.get(space_sums_.size() - 1, n);
     std::fill_n(added.sums, n, 0.0F);
