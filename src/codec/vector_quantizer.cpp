@@ -10,8 +10,9 @@
 namespace kvpool::codec {
 namespace {
 
-/// A row that keeps no more than this part of its square, once cleared of others, depends on them.
-constexpr double kLeastLeft = 1e-12;
+/// A row that keeps no more than this part of its square, once cleared of others, depends on them:
+/// what is left of more is exact to a float's digits.
+constexpr double kLeastLeft = 1e-16;
 
 }  // namespace
 
