@@ -68,7 +68,8 @@ std::shared_ptr<const Codebook> trained(VectorCode code) {
 double normalised_error(Code code, Role role) {
   VectorQuantizer quantizer;
   quantizer.codebooks.push_back(trained(vector_code(code, role)));
-  quantizer.transforms.push_back({std::vector<float>(64, 1.0F), std::vector<float>(64), true, {}, {}});
+  quantizer.transforms.push_back(
+      {std::vector<float>(64, 1.0F), std::vector<float>(64), true, {}, {}});
   const PartGeometry geometry{{.code = code, .quantizer = &quantizer}, role, 256, 64};
   const std::vector<float> rows = normal_numbers(256 * 64, 2);
   std::vector<std::byte> part(part_bytes(geometry));
@@ -219,6 +220,42 @@ TEST(MakeCodebook, RefusesWhatNoFormatHas) {
   EXPECT_THROW(make_codebook(8, 8, 1.0F, numbers), std::invalid_argument);
   EXPECT_THROW(make_codebook(4, 8, 0.0F, numbers), std::invalid_argument);
   EXPECT_THROW(make_codebook(4, 8, NAN, numbers), std::invalid_argument);
+}
+
+/// Rows 62 e_i + 80 e_(i+1) leave one direction, of which the last row, of one channel, has 1e-7.
+TEST(Rotation, RowsCloseToDependentAreMadeOrthonormal) {
+  constexpr std::size_t kDim = 64;
+  std::vector<std::int8_t> rows(kDim * kDim, 0);
+  for (std::size_t i = 0; i + 1 < kDim; ++i) {
+    rows[i * kDim + i] = 62;
+    rows[i * kDim + i + 1] = 80;
+  }
+  rows[kDim * kDim - 1] = 100;
+  HeadTransform transform;
+  transform.smooth.assign(kDim, 1.0F);
+  set_rotation(transform, rows);
+  for (std::size_t i = 0; i < kDim; ++i) {
+    for (std::size_t j = 0; j <= i; ++j) {
+      double product = 0.0;
+      for (std::size_t d = 0; d < kDim; ++d) {
+        product += double{transform.back[i * kDim + d]} * transform.back[j * kDim + d];
+      }
+      EXPECT_NEAR(product, i == j ? 1.0 : 0.0, 1e-6);
+    }
+  }
+}
+
+TEST(Rotation, RowsThatDependAreRefused) {
+  constexpr std::size_t kDim = 64;
+  HeadTransform transform;
+  transform.smooth.assign(kDim, 1.0F);
+  std::vector<std::int8_t> rows(kDim * kDim);
+  std::mt19937 random(3);
+  for (std::int8_t& x : rows) x = static_cast<std::int8_t>(static_cast<int>(random() % 81) - 40);
+  for (std::size_t d = 0; d < kDim; ++d) {
+    rows[63 * kDim + d] = static_cast<std::int8_t>(rows[5 * kDim + d] - rows[40 * kDim + d]);
+  }
+  EXPECT_THROW(set_rotation(transform, rows), std::invalid_argument);
 }
 
 }  // namespace
