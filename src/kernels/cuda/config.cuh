@@ -40,7 +40,8 @@ struct Config {
   static constexpr int kHeader = kRawOnly ? 0 : key_header_bytes(kFormat, kDim);
   static constexpr int kValuesAt = kHeader + kUnit * kKeyTile;
   static constexpr int kRangeAt = kValuesAt + kUnit * kValueTile;
-  static constexpr int kStage = kRangeAt + 16;
+  /// Whole lines: a copy whose lines of memory come to lie across two of the ring's is slower.
+  static constexpr int kStage = (kRangeAt + 16 + 127) / 128 * 128;
   /// Blocks to a multiprocessor: one's tiles come while the other merges.
   static constexpr int kResident = kRawOnly ? 1 : 2;
   static constexpr int kWarps = 8;
@@ -64,7 +65,7 @@ struct Config {
   static_assert(kVq || kStages >= 2);
   /// Dynamic memory: the table, the ring, the merge.
   static constexpr int kRingAt = kTableBytes;
-  static constexpr int kMergeAt = kRingAt + (kWarps * kStages * kStage + 127) / 128 * 128;
+  static constexpr int kMergeAt = kRingAt + kWarps * kStages * kStage;
   static constexpr int kQueryAt = (kMergeAt + kMergeBytes + 15) / 16 * 16;
   static constexpr int kSharedBytes = kQueryAt + kQueryBytes + 16 + 3 * 64;
 };
